@@ -1,0 +1,14 @@
+"""Flash attention in which every rounding step is explicit, switchable and measured.
+
+The array type picks the machine: NumPy arrays run the bit-true reference, CuPy arrays run the
+CUDA kernels. Nothing here imports CuPy or h5py before they are used.
+"""
+import os as _os
+
+# In a source tree (PYTHONPATH=. or an editable install) model/, cli/ and cuda/ lie beside this
+# folder, not in it; an installed wheel has them inside.
+if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "model")):
+    __path__.append(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
+
+__version__ = "0.1.0"
+NUMERICS_VERSION = 1  # rises when any bits change
