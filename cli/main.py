@@ -1,0 +1,66 @@
+"""The `cuflash` command: a click group that imports a command's module only when it is called."""
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+import click
+
+from cuflash import __version__
+
+# name: (module:function, the line of `cuflash --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("cuflash.cli.train:train", "Train a GPT, every rounding as chosen."),
+    "sample": ("cuflash.cli.sample:sample", "Write text from a run's checkpoint."),
+    "audit": ("cuflash.cli.audit:audit", "Which roundings of attention are biased, on captured q, k, v, dO."),
+    "sites": ("cuflash.cli.sites:sites", "The rounding sites and their formats under a precision."),
+    "explain": ("cuflash.cli.explain:explain", "One rounding or one sum, shown bit by bit."),
+    "info": ("cuflash.cli.info:info", "Device, versions, what can run here and why not."),
+}
+
+
+class LazyGroup(click.Group):
+    """Lists COMMANDS without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name][0].partition(":")
+        return getattr(importlib.import_module(module), function)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]):  # noqa: ANN201 (click's own type)
+        if args and args[0] not in COMMANDS:
+            from cuflash.errors import unknown
+            raise click.UsageError(str(unknown("command", args[0], COMMANDS)), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+class UserError(click.ClickException):
+    """A mistake of the user's: its message alone, exit code 2."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Around a command's set-up, where ValueError, TypeError and OSError speak of what the user gave."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as e:
+        raise UserError(str(e)) from e
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cuflash")
+def main() -> None:
+    """Flash attention in which every rounding step is explicit, switchable and measured."""
+
+
+if __name__ == "__main__":
+    main()
