@@ -1,0 +1,285 @@
+"""exp, exp2, log, rsqrt and fma as fixed sequences of fp32 operations (numerics §6).
+
+Every step rounds once, to nearest even, in the order written; cuda/functions.cuh does the same steps,
+so both give the same bits. The one departure is spelled `_fma` there: a product that is exact anyway
+(small integer × short constant) may be fused with the sum that follows, since nothing is rounded between.
+
+All take and return fp32 arrays, work in cache-sized blocks whatever the size, and accept `out=`, which may
+be the argument itself. NaN stays NaN, nothing is flushed to zero, and no floating-point warning is given:
+overflow is Inf. Errors in ulp: docs/functions.md.
+"""
+import threading
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cuflash.formats import Format, format_named
+
+Array = NDArray[np.float32]
+
+_BLOCK = 1 << 14  # elements at once: five fp32 temporaries of a block stay in the L2 cache
+
+
+# ---- constants, equal to those of cuda/functions.cuh (a test compares them) ----------------------
+
+def _fp32(*values: float) -> tuple[np.float32, ...]:
+    return tuple(map(np.float32, values))
+
+
+(ROUND,) = _fp32(12582912)  # 1.5·2^23: adding it rounds to an integer, kept in the low bits
+(LOG2E, LN2) = _fp32(1.442695, 0.6931472)
+# ln 2 = high + low in two 16-bit pieces, so that n·high and n·low are exact for |n| < 256.
+(LN2_HIGH, LN2_LOW) = _fp32(0.69314575, 1.4286197e-06)
+# e^r = 1 + (r + r²·q(r)) for |r| <= ln 2 / 2, minimax in relative error; q from its constant term up
+EXP_Q = _fp32(0.49999994, 0.16666521, 0.041668388, 0.008368717, 0.0013814628)
+# ln(1 + f) = f + f²·(f·p(f) - 1/2) for 1 + f in [√½, √2], minimax in relative error
+LOG_P = _fp32(0.33333313, -0.2500001, 0.20002119, -0.16667996, 0.14219552, -0.12405588, 0.11888164,
+              -0.11675658, 0.067466445)
+
+_ONE_BITS = 0x3F800000
+_ROUND_BITS = 0x4B400000
+_SQRT_HALF_BITS = 0x3F3504F3  # the fp32 below √½: significands are taken from [√½, √2)
+_MIN_NORMAL = np.float32(2.0**-126)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+_local = threading.local()
+
+
+def _scratch(count: int, dtype: type, size: int) -> list[NDArray]:
+    """`count` arrays of `size` <= _BLOCK elements, the thread's own, kept from call to call."""
+    kept = _local.__dict__.setdefault(np.dtype(dtype).char, [])
+    while len(kept) < count:
+        kept.append(np.empty(_BLOCK, dtype))
+    return [array[:size] for array in kept[:count]]
+
+
+def _checked(name: str, value: ArrayLike) -> Array:
+    array = np.asarray(value)
+    if array.dtype != np.float32:
+        raise TypeError(f"{name}: got dtype {array.dtype}, valid: float32")
+    return array
+
+
+def _apply(kernel: Callable[..., None], operands: dict[str, ArrayLike], out: Array | None) -> Array:
+    """`kernel(*blocks, out_block)` over the broadcast operands."""
+    inputs = [_checked(name, value) for name, value in operands.items()]
+    shape = np.broadcast_shapes(*(array.shape for array in inputs))
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
+        got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise ValueError(f"out: got {got}, valid: a float32 array of shape {shape}")
+    if out.size == 0:
+        return out
+    flags = ["external_loop", "buffered", "copy_if_overlap"]
+    reading = [["readonly", "overlap_assume_elementwise"]] * len(inputs)
+    iterator = np.nditer([*inputs, out], flags, [*reading, ["writeonly", "overlap_assume_elementwise"]],
+                         buffersize=_BLOCK)
+    with iterator, np.errstate(all="ignore"):
+        for blocks in iterator:
+            kernel(*blocks)
+    return out
+
+
+# ---- fma -----------------------------------------------------------------------------------------
+
+def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike, out: Array | None = None) -> Array:
+    """a·b + c with one rounding to nearest even, as the hardware's fused multiply-add.
+
+    Args:
+        a, b, c: fp32, broadcast against each other.
+        out: fp32 array for the result; may be one of the operands.
+
+    Returns:
+        fp32, of the broadcast shape. Subnormals are kept; overflow is ±Inf, Inf·0 and Inf − Inf are NaN.
+    """
+    return _apply(_fma_block, {"a": a, "b": b, "c": c}, out)
+
+
+def _fma_block(a: Array, b: Array, c: Array, out: Array) -> None:
+    # The product is exact in fp64 and the sum is rounded there once. Rounding it again, to fp32, can go wrong
+    # only where the fp64 sum is a tie of fp32 (its low 29 bits are 1000…) or the result is subnormal. There an
+    # inexact sum is moved to its odd neighbour on the exact sum's side (round to odd), which is no tie.
+    product, total, small = _scratch(3, np.float64, out.size)
+    (tail,) = _scratch(1, np.int64, out.size)
+    np.multiply(a, b, out=product, dtype=np.float64)
+    np.add(product, c, out=total, dtype=np.float64)
+    np.bitwise_and(total.view(np.int64), (1 << 29) - 1, out=tail)
+    np.abs(total, out=small)
+    at = np.flatnonzero((tail == 1 << 28) | (small < _MIN_NORMAL))
+    if at.size:
+        p, s, addend = product[at], total[at], c[at].astype(np.float64)
+        back = s - p
+        error = (p - (s - back)) + (addend - back)  # s + error = p + addend exactly: TwoSum (Knuth)
+        even = s.view(np.int64) & 1 == 0
+        away = np.sign(error) * np.sign(s) * even  # +1 where the exact sum is larger in magnitude
+        total[at] = (s.view(np.int64) + away.astype(np.int64)).view(np.float64)
+    np.copyto(out, total, casting="same_kind")
+
+
+# ---- exp and exp2 --------------------------------------------------------------------------------
+
+def exp(x: ArrayLike, format: Format | str | None = None, out: Array | None = None) -> Array:
+    """e^x by multiplications and additions alone (numerics §6).
+
+    exp(0) = 1, exp(x) <= 1 for x <= 0, +0 below −104, +Inf on overflow.
+
+    Args:
+        x: fp32.
+        format: a format known to hold x. With at most 10 mantissa bits a table is used: same bits, faster.
+        out: fp32 array of x's shape for the result; may be x.
+    """
+    return _apply(_with_table(_exp_block, format), {"x": x}, out)
+
+
+def exp2(x: ArrayLike, format: Format | str | None = None, out: Array | None = None) -> Array:
+    """2^x by multiplications and additions alone; exact at integers, +0 from −150 down. Else as `exp`."""
+    return _apply(_with_table(_exp2_block, format), {"x": x}, out)
+
+
+def _exp_block(x: Array, out: Array) -> None:
+    n, r, w, t = _scratch(4, np.float32, x.size)
+    np.maximum(x, np.float32(-104), out=t)
+    np.minimum(t, np.float32(89), out=t)
+    np.multiply(t, LOG2E, out=n)
+    np.add(n, ROUND, out=n)
+    np.subtract(n, ROUND, out=w)
+    np.multiply(w, LN2_HIGH, out=r)  # exact
+    np.subtract(t, r, out=r)
+    np.multiply(w, LN2_LOW, out=w)  # exact
+    np.subtract(r, w, out=r)
+    _exp_core(n, r, w, t, out)
+
+
+def _exp2_block(x: Array, out: Array) -> None:
+    n, r, w, t = _scratch(4, np.float32, x.size)
+    np.maximum(x, np.float32(-150), out=t)
+    np.minimum(t, np.float32(128), out=t)
+    np.add(t, ROUND, out=n)
+    np.subtract(n, ROUND, out=r)
+    np.subtract(t, r, out=r)
+    np.multiply(r, LN2, out=r)
+    _exp_core(n, r, w, t, out)
+
+
+def _exp_core(n: Array, r: Array, w: Array, t: Array, out: Array) -> None:
+    """out = 2^n · e^r for n given as n + ROUND, |r| <= ln 2 / 2; all arrays but out are used up."""
+    np.multiply(r, EXP_Q[4], out=w)
+    for coefficient in EXP_Q[3:0:-1]:
+        np.add(w, coefficient, out=w)
+        np.multiply(w, r, out=w)
+    np.add(w, EXP_Q[0], out=w)
+    np.multiply(r, r, out=t)
+    np.multiply(w, t, out=w)
+    np.add(w, r, out=w)
+    np.add(w, np.float32(1), out=w)
+    # Two factors of 2, so that a result below 2^-126 or one past 2^127 is rounded once, by the last product.
+    # Shifting out the upper bits of n + ROUND leaves those of n.
+    half, rest = t.view(np.int32), n.view(np.int32)
+    np.right_shift(rest, 1, out=half)
+    np.subtract(rest, half, out=rest)
+    for power in (half, rest):
+        np.left_shift(power, 23, out=power)
+        np.add(power, _ONE_BITS, out=power)
+    np.multiply(w, t, out=w)
+    np.multiply(w, n, out=out)
+
+
+def _with_table(kernel: Callable[[Array, Array], None], format: Format | str | None):
+    """`kernel`, by table where the format's values are few."""
+    if format is None:
+        return kernel
+    mantissa_bits = (format_named(format) if isinstance(format, str) else format).mantissa_bits
+    if mantissa_bits > 10:
+        return kernel
+    shift = 16 if mantissa_bits <= 7 else 13
+    table = _table(kernel, shift)
+    low = np.uint32((1 << shift) - 1)
+
+    def look_up(x: Array, out: Array) -> None:
+        bits = x.view(np.uint32)
+        if np.bitwise_or.reduce(bits) & low:  # a value outside the format (or a NaN's payload): same bits
+            return kernel(x, out)
+        (index,) = _scratch(1, np.int64, x.size)
+        np.right_shift(bits, np.uint32(shift), out=index)
+        np.take(table, index, out=out, mode="wrap")  # "raise" would copy through a buffer
+    return look_up
+
+
+@cache
+def _table(kernel: Callable[[Array, Array], None], shift: int) -> Array:
+    """`kernel` of every fp32 number whose low `shift` bits are zero, by its upper bits."""
+    bits = np.arange(1 << 32 - shift, dtype=np.uint32) << np.uint32(shift)
+    table = _apply(kernel, {"x": bits.view(np.float32)}, None)
+    table.flags.writeable = False
+    return table
+
+
+# ---- log and rsqrt -------------------------------------------------------------------------------
+
+def log(x: ArrayLike, out: Array | None = None) -> Array:
+    """Natural logarithm; log(1) = +0, log(±0) = −Inf, NaN below zero, log(+Inf) = +Inf.
+
+    Args:
+        x: fp32, subnormals included.
+        out: fp32 array of x's shape for the result; may be x.
+    """
+    return _apply(_log_block, {"x": x}, out)
+
+
+def _log_block(x: Array, out: Array) -> None:
+    f, n, h, w, t = _scratch(5, np.float32, x.size)
+    special = ~((x > 0) & (x < np.inf))
+    subnormal = x < _MIN_NORMAL
+    np.copyto(f, x)
+    np.multiply(f, np.float32(2.0**23), out=f, where=subnormal)
+    # x = 2^k · (1 + f) with 1 + f in [√½, √2)
+    bits, k = f.view(np.int32), t.view(np.int32)
+    np.subtract(bits, _SQRT_HALF_BITS, out=k)
+    np.right_shift(k, 23, out=k)
+    np.copyto(n, k, casting="unsafe")  # exact
+    np.left_shift(k, 23, out=k)
+    np.subtract(bits, k, out=bits)
+    np.subtract(n, np.float32(23), out=n, where=subnormal)
+    np.subtract(f, np.float32(1), out=f)
+    np.multiply(f, LOG_P[-1], out=w)
+    for coefficient in LOG_P[-2::-1]:
+        np.add(w, coefficient, out=w)
+        np.multiply(w, f, out=w)
+    np.subtract(w, np.float32(0.5), out=w)
+    np.multiply(f, f, out=t)
+    np.multiply(w, t, out=w)
+    # n·ln 2 + f + w: the first sum as an unevaluated pair, so that only the last addition costs accuracy
+    np.multiply(n, LN2_HIGH, out=t)  # exact
+    np.add(t, f, out=h)
+    np.subtract(h, t, out=t)
+    np.subtract(f, t, out=f)  # what h lost
+    np.multiply(n, LN2_LOW, out=n)  # exact
+    np.add(w, n, out=w)
+    np.add(f, w, out=w)
+    limit = np.where(x == 0, np.float32(-np.inf), np.where(x > 0, x, np.float32(np.nan)))[special]
+    np.add(h, w, out=out)
+    out[special] = limit
+
+
+def rsqrt(x: ArrayLike, out: Array | None = None) -> Array:
+    """1/√x, correctly rounded: in fp64, then rounded to fp32, which is right for every fp32 x (tested on all).
+
+    rsqrt(±0) = ±Inf, rsqrt(+Inf) = +0, NaN below zero.
+
+    Args:
+        x: fp32, subnormals included.
+        out: fp32 array of x's shape for the result; may be x.
+    """
+    return _apply(_rsqrt_block, {"x": x}, out)
+
+
+def _rsqrt_block(x: Array, out: Array) -> None:
+    (wide,) = _scratch(1, np.float64, x.size)
+    np.sqrt(x, out=wide, dtype=np.float64)
+    np.divide(1.0, wide, out=wide)
+    np.copyto(out, wide, casting="same_kind")
