@@ -1,0 +1,365 @@
+"""Flash attention in which every rounding is a switch: the public functions.
+
+NumPy arrays run the reference (attention_forward.py, attention_backward.py), CuPy arrays the CUDA
+kernels; both give the same bits under an accumulator and exp other than `library`.
+
+Supported: causal masks (bottom-right aligned), grouped and multi-query heads, Tq ≠ Tk, head dims 1
+to 256. Not supported: dropout, bias, ALiBi, windows, softcap, variable-length batches, paged KV.
+"""
+import math
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import attention_backward, attention_forward
+from cuflash.errors import unknown
+from cuflash.fixes import Fix, as_fix
+from cuflash.formats import storage_dtype
+from cuflash.philox import Key
+from cuflash.precision import Precision, as_precision, mode_named
+from cuflash.site_table import SITES
+from cuflash.sites import Rounder, Watch
+from cuflash.tiles import Shape
+
+LAYOUTS = ("bhtd", "bthd")
+STATS = ("ties", "changed", "capped")  # what saved.stats counts, in rows
+DEFAULTS = {"float32": "fp32", "bfloat16": "bf16-fa2", "float16": "fp16-fa2", "float64": "fp64"}
+INPUTS = (*DEFAULTS, "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What backward needs of a forward; also built by hand from another kernel's O and LSE.
+
+    Attributes:
+        q, k, v: the inputs as given, unrounded and not copied.
+        o: the output, laid out like q.
+        lse: L = m + log l, fp32, (..., heads, Tq) in every layout.
+        m, l: row maximum and row sum, shaped like lse; needed by p_bwd_from='m_l'.
+        o_unrounded: O before its rounding, fp32, laid out like q; needed by delta_from='o_unrounded'.
+        stats: (3,) int64 counts of rows: with ties, changed by the fix, limited by its cap.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    _: KW_ONLY
+    m: Any = None
+    l: Any = None
+    o_unrounded: Any = None
+    precision: Precision | str
+    fix: Fix | str = "off"
+    causal: bool = False
+    scale: float | None = None
+    layout: str = "bhtd"
+    key: Key | None = None
+    stats: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", as_precision(self.precision))
+        object.__setattr__(self, "fix", as_fix(self.fix))
+        _check_array("o", self.o, self.q.shape)
+        rows = _row_shape(self.q, self.layout)
+        for name in ("lse", "m", "l"):
+            if name == "lse" or getattr(self, name) is not None:
+                _check_array(name, getattr(self, name), rows)
+        if self.o_unrounded is not None:
+            _check_array("o_unrounded", self.o_unrounded, self.q.shape)
+
+
+def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
+                    precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
+                    out: Any = None, key: Key | None = None, watch: Watch | None = None) -> Any:
+    """softmax(α·QKᵀ)·V by FlashAttention-2's algorithm, rounded as `precision` says.
+
+    Args:
+        q: (..., heads, Tq, head_dim), any leading axes; 2-D is one head. fp32, bf16, fp16, fp8 or fp64.
+        k, v: (..., kv_heads, Tk, head_dim) of q's dtype; kv_heads divides heads (GQA, MQA).
+        causal: query i sees keys j ≤ i + Tk − Tq.
+        scale: α, default fl32(1/√head_dim).
+        precision: a name, a TOML file or a `cuflash.Precision`; default by dtype: fp32 → fp32,
+            bf16 → bf16-fa2, fp16 → fp16-fa2, fp64 → fp64 (NumPy only).
+        fix: `off`, `on`, `qiu-b2`, `qiu-b7`, `capped`, with parameters `capped:cap=60`, or a `cuflash.Fix`.
+        layout: `bhtd`, or `bthd` for (..., T, heads, head_dim).
+        out: array of q's shape for the result, of its dtype or a wider one.
+        key: a `cuflash.Key`; needed where a site rounds stochastically.
+        watch: called as watch(rounder, site, x, rounded) at each rounding.
+
+    Returns:
+        O, q's shape, in the format of site attn.o.
+
+    Raises:
+        ValueError, TypeError: for an argument that is not valid; the message says what is.
+
+    Source: arXiv 2307.08691, algorithm 1; numerics.md section 7.
+    """
+    return _forward(q, k, v, causal, scale, precision, fix, layout, out, key, watch)[0]
+
+
+def flash_attention_forward(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
+                            precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
+                            out: Any = None, key: Key | None = None, watch: Watch | None = None) -> tuple[Any, Saved]:
+    """Like `flash_attention`, and gives what backward needs: (o, saved)."""
+    return _forward(q, k, v, causal, scale, precision, fix, layout, out, key, watch)
+
+
+def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | str | None = None,
+                             watch: Watch | None = None) -> tuple[Any, Any, Any]:
+    """Gradients of `flash_attention`.
+
+    Args:
+        do: gradient of O, O's shape, any float dtype.
+        saved: from `flash_attention_forward`, or built by hand.
+        precision: another precision for backward, taken whole; default the forward's.
+        watch: as in `flash_attention`.
+
+    Returns:
+        dq, dk, dv: shaped like q, k, v, in the formats of sites attn.dq, attn.dk, attn.dv.
+
+    Raises:
+        ValueError: where `saved` lacks m, l or o_unrounded that the precision needs, naming it.
+
+    Source: arXiv 2307.08691, algorithm 2; numerics.md section 7.
+    """
+    p = saved.precision if precision is None else as_precision(precision)
+    call = _call(saved.q, saved.k, saved.v, saved.causal, saved.scale, p, saved.fix, saved.layout, saved.key)
+    _check_array("do", do, saved.q.shape)
+    needed = {"m_l": ("m", "l")}.get(p.p_bwd_from, ()) + {"o_unrounded": ("o_unrounded",)}.get(p.delta_from, ())
+    for name in needed:
+        if getattr(saved, name) is None:
+            raise ValueError(f"saved.{name} is missing: p_bwd_from={p.p_bwd_from}, delta_from={p.delta_from} need it; "
+                             f"run the forward under this precision, or pass {name}= to Saved")
+    return _backward_numpy(call, do, saved, watch)
+
+
+def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
+                    precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
+                    out: Any = None, key: Key | None = None, watch: Watch | None = None) -> Any:
+    """`flash_attention` with algorithm = plain: softmax materialised, under the same sites."""
+    p = _default_precision(q) if precision is None else as_precision(precision)
+    return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch)[0]
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+Index = tuple[np.ndarray, np.ndarray]  # samples, heads
+
+
+class _Call(NamedTuple):
+    """A validated call; q, k, v are views (batch, heads, T, D)."""
+
+    q: Any
+    k: Any
+    v: Any
+    shape: Shape
+    scale: float
+    precision: Precision
+    fix: Fix
+    layout: str
+    key: Key
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // max(self.k.shape[1], 1)
+
+
+def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision, fix: Fix | str,
+          layout: str, key: Key | None) -> _Call:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name} must be a NumPy or CuPy array, not {type(x).__name__}; "
+                            "torch and JAX arrays come in through cupy.from_dlpack")
+        if x.dtype.name not in INPUTS:
+            raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(INPUTS)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    lead, (hq, tq, d) = _axes("q", q, layout)
+    k_lead, (hk, tk, dk) = _axes("k", k, layout)
+    if k.shape != v.shape:
+        raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape}")
+    if k_lead != lead or dk != d or k.ndim != q.ndim:
+        raise ValueError(f"q {q.shape} and k {k.shape} must agree in every axis but heads and sequence (layout {layout})")
+    if not 1 <= d <= 256:
+        raise ValueError(f"head_dim is {d}; valid: 1 to 256")
+    if hq and (not hk or hq % hk):
+        raise ValueError(f"{hq} query heads cannot share {hk} key/value heads: the second must divide the first")
+    if scale is None:
+        scale = 1 / math.sqrt(d) if precision.is_fp64 else float(np.float32(1 / math.sqrt(d)))
+    if not math.isfinite(scale) or precision.order == "fa2" and scale <= 0:
+        raise ValueError(f"scale is {scale}; valid: a finite number" + (", above 0 under order=fa2" if precision.order == "fa2" else ""))
+    if key is not None and not isinstance(key, Key):
+        raise TypeError(f"key must be a cuflash.Key, not {type(key).__name__}")
+    roundings = {*precision.sites, *(o.rounding for o in precision.overrides)}
+    if key is None and any(mode_named(r.mode).needs_key for r in roundings):
+        raise ValueError("this precision rounds stochastically: pass key=cuflash.Key(seed)")
+    views = (_heads_first(x, layout) for x in (q, k, v))
+    return _Call(*views, Shape(tq, tk, bool(causal)), float(scale), precision, as_fix(fix), layout, key or Key(0))
+
+
+def _default_precision(q: Any) -> Precision:
+    name = getattr(getattr(q, "dtype", None), "name", type(q).__name__)
+    if name not in DEFAULTS:
+        raise TypeError(f"no default precision for {name}: pass precision=, or use {', '.join(DEFAULTS)}")
+    return Precision.named(DEFAULTS[name])
+
+
+def _axes(name: str, x: Any, layout: str) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """Leading shape and (heads, T, head_dim)."""
+    if x.ndim < (2 if layout == "bhtd" else 3):
+        raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs "
+                         + ("(..., heads, seq, head_dim) or (seq, head_dim)" if layout == "bhtd" else "(..., seq, heads, head_dim)"))
+    if x.ndim == 2:
+        return (), (1, *x.shape)
+    *lead, a, b, d = x.shape
+    return tuple(lead), (a, b, d) if layout == "bhtd" else (b, a, d)
+
+
+def _heads_first(x: Any, layout: str) -> Any:
+    """x as (batch, heads, T, D); a view where the leading axes allow it."""
+    if layout == "bthd":
+        x = x.swapaxes(-3, -2)
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    batch = math.prod(x.shape[:-3])
+    return x.reshape(batch, heads, *x.shape[-2:])
+
+
+def _row_shape(q: Any, layout: str) -> tuple[int, ...]:
+    """Shape of lse: (..., heads, Tq)."""
+    lead, (heads, tq, _) = _axes("q", q, layout)
+    return (*lead, heads, tq) if q.ndim > 2 else (tq,)
+
+
+def _check_array(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name} must be an array like q's, not {type(x).__name__}")
+    if x.shape != tuple(shape):
+        raise ValueError(f"{name} has shape {x.shape}; it must be {tuple(shape)}")
+    if x.dtype.name not in INPUTS:
+        raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(INPUTS)}")
+
+
+def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
+    if not isinstance(out, np.ndarray) or out.shape != q.shape:
+        raise ValueError(f"out must be an array of shape {q.shape}, not {getattr(out, 'shape', type(out).__name__)}")
+    if not np.can_cast(dtype, out.dtype, "safe"):
+        raise ValueError(f"out has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
+                         f"every site; pass out of {dtype} or wider, or round at attn.o")
+
+
+# ---- NumPy --------------------------------------------------------------------------------------
+
+def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision | str | None,
+             fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
+    p = _default_precision(q) if precision is None else as_precision(precision)
+    call = _call(q, k, v, causal, scale, p, fix, layout, key)
+    b, hq, tq, d = call.q.shape
+    real = np.float64 if p.is_fp64 else np.float32
+    full = attention_forward.Forward.empty((b, hq), tq, d, real)
+    for rnd, g, kv in _parts(call, "fwd", watch):
+        part = attention_forward.forward(*_operands(call, g, kv, real), rnd, call.shape, call.scale, call.fix)
+        for name in attention_forward.Forward.__dataclass_fields__:
+            getattr(full, name)[g] = getattr(part, name)
+    dtype = _result_dtype(call, "fwd", "attn.o")
+    if out is not None:
+        _check_out(out, q, dtype)
+    o = _restore(full.o, call, q.shape, dtype, out)
+    rows = _row_shape(q, layout)
+    lse, m, l = (x.reshape(rows) for x in (full.lse, full.m, full.l))
+    saved = Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=bool(causal), scale=call.scale, layout=layout, key=key,
+                  m=m if p.p_bwd_from == "m_l" else None, l=l if p.p_bwd_from == "m_l" else None,
+                  o_unrounded=_restore(full.o_unrounded, call, q.shape, np.dtype(real)) if p.delta_from == "o_unrounded" else None,
+                  stats=np.array([np.count_nonzero(x) for x in (full.tied, full.changed, full.capped)]))
+    return o, saved
+
+
+def _backward_numpy(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> tuple[Any, Any, Any]:
+    p = call.precision
+    b, hq, tq, d = call.q.shape
+    hk, tk = call.k.shape[1:3]
+    real = np.float64 if p.is_fp64 else np.float32
+    do = _heads_first(do, call.layout)
+    o = _heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
+    rows = [None if x is None else x.reshape(b, hq, tq).astype(real, copy=False) for x in (saved.lse, saved.m, saved.l)]
+    dq = np.empty((b, hq, tq, d), real)
+    dk_head, dv_head = (np.empty((b, hq, tk, d), real) for _ in range(2))
+    for rnd, g, kv in _parts(call, "bwd", watch):
+        q, k, v = _operands(call, g, kv, real)
+        lse, m, l = (x if x is None else x[g] for x in rows)
+        o_g = _recomputed_o(call, q, k, v, rnd) if p.delta_from == "o_fp32" else _as_real(o[g], real)
+        part = attention_backward.backward(_as_real(do[g], real), q, k, v, o_g, lse, m, l, rnd, call.shape, call.scale)
+        dq[g], dk_head[g], dv_head[g] = part.dq, part.dk_head, part.dv_head
+    dk, dv = (_sum_heads(x, call, site, watch) for x, site in ((dk_head, "attn.dk"), (dv_head, "attn.dv")))
+    return tuple(_restore(x, call, like.shape, _result_dtype(call, "bwd", site))
+                 for x, like, site in ((dq, saved.q, "attn.dq"), (dk, saved.k, "attn.dk"), (dv, saved.v, "attn.dv")))
+
+
+def _parts(call: _Call, direction: str, watch: Watch | None) -> Iterator[tuple[Rounder, Index, Index]]:
+    """Blocks of (sample, head) pairs that round alike: a Rounder, their index into (batch, heads), that of their k and v."""
+    b, hq, tq, _ = call.q.shape
+    layer, p = call.key.layer, call.precision
+    alike: dict[tuple, list[int]] = {}
+    for head in range(hq):
+        tables = (tuple(p.sites_for(d, layer, "", head).items()) for d in ("fwd", "bwd"))
+        alike.setdefault(tuple(tables), []).append(head)
+    per_block = max(1, attention_forward.BLOCK // max(1, min(tq, 1024) * min(call.shape.tk, 1024)))
+    for heads in alike.values():
+        pairs = np.array([(s, h) for s in range(b) for h in heads], int).reshape(-1, 2)
+        for i in range(0, len(pairs), per_block):
+            samples, hs = pairs[i:i + per_block].T
+            rnd = Rounder(p, direction, layer, key=call.key, watch=watch, heads=hs, samples=call.key.sample + samples)
+            yield rnd, (samples, hs), (samples, hs // call.group)
+
+
+def _operands(call: _Call, g: Index, kv: Index, real: type) -> tuple[np.ndarray, ...]:
+    """q, k, v of a block as (G, T, D), widened without rounding; fp64 inputs stay fp64 until their site."""
+    return tuple(_as_real(x[i], real) for x, i in ((call.q, g), (call.k, kv), (call.v, kv)))
+
+
+def _as_real(x: np.ndarray, real: type) -> np.ndarray:
+    return x if x.dtype == np.float64 else x.astype(real)
+
+
+def _recomputed_o(call: _Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder) -> np.ndarray:
+    """O with every forward site but the inputs in fp32: delta_from = o_fp32."""
+    p = call.precision
+    kept = ("attn.q", "attn.k", "attn.v")
+    wide = [s for s, row in SITES.items() if s.startswith("attn.") and row.direction != "bwd" and s not in (*kept, *p.merged)]
+    fp32 = p.round(*(f"{s}=fp32" for s in wide))
+    again = Rounder(fp32, "fwd", rnd.layer, key=rnd.key, heads=rnd.heads, samples=rnd.samples)
+    return attention_forward.forward(q, k, v, again, call.shape, call.scale, call.fix).o
+
+
+def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -> np.ndarray:
+    """dK or dV (B, Hk, Tk, D) from each query head's share, heads ascending; a head scope counts by the first of a group."""
+    b, hq, tk, d = heads.shape
+    total = heads[:, ::call.group].copy()
+    for i in range(1, call.group):
+        total += heads[:, i::call.group]
+    for j in range(total.shape[1]):
+        rnd = Rounder(call.precision, "bwd", call.key.layer, key=call.key, watch=watch, heads=[j * call.group] * b,
+                      samples=call.key.sample + np.arange(b))
+        total[:, j] = rnd(site, total[:, j])
+    return total
+
+
+def _result_dtype(call: _Call, direction: str, site: str) -> np.dtype:
+    """The dtype of a result: that of its format, fp32 where heads differ or the format has none."""
+    p = call.precision
+    if p.is_fp64:
+        return np.dtype(np.float64)
+    formats = {p.sites_for(direction, call.key.layer, "", h)[site].format for h in range(max(call.q.shape[1], 1))}
+    return (storage_dtype(formats.pop()) if len(formats) == 1 else None) or np.dtype(np.float32)
+
+
+def _restore(x: np.ndarray, call: _Call, shape: tuple[int, ...], dtype: np.dtype, out: Any = None) -> np.ndarray:
+    """Rows (batch, heads, T, D) back in the caller's layout and shape."""
+    result = np.empty(shape, dtype) if out is None else out
+    view = result.swapaxes(-3, -2) if call.layout == "bthd" else result
+    view[...] = x.reshape(view.shape)
+    return result

@@ -1,0 +1,74 @@
+"""The one function through which every rounding goes: `rnd("attn.p", x)`.
+
+A Rounder knows a precision and a place in the network, so it knows what the site does there; it
+sees x and round(x), so it can also show both to a watcher (statistics, dumps).
+"""
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cuflash.formats import format_named, round_with
+from cuflash.philox import Key, random_words
+from cuflash.precision import Precision, mode_named
+from cuflash.site_table import SITE_ID, SITES
+
+# watch(rounder, site, x, rounded): called after each rounding.
+Watch = Callable[["Rounder", str, np.ndarray, np.ndarray], None]
+
+
+class Rounder:
+    """Rounds values at the sites of one place: a direction, layer, module and heads.
+
+    In attention, arrays are (G, ...) with one (sample, head) per entry of `samples` and `heads`;
+    `at` says where in the whole value the array lies, for stochastic rounding and for watchers.
+    """
+
+    def __init__(self, precision: Precision, direction: str = "fwd", layer: int = 0, module: str = "",
+                 key: Key | None = None, watch: Watch | None = None,
+                 heads: Sequence[int] = (0,), samples: Sequence[int] = (0,)) -> None:
+        self.precision, self.direction, self.layer, self.module = precision, direction, layer, module
+        self.key, self.watch, self.heads, self.samples = key, watch, heads, samples
+        self.dtype = np.float64 if precision.is_fp64 else np.float32
+        self._table = precision.sites_for(direction, layer, module, int(heads[0]))
+        self._rounding = {r: (format_named(r.format), mode_named(r.mode)) for r in set(self._table.values())}
+        self.at()
+
+    def at(self, q: int = 0, k: int = 0, tile: int = 0, visible: np.ndarray | None = None) -> None:
+        """Where the next arrays lie: first query row, first key, numeric tile, mask of (q, k) values."""
+        self.q, self.k, self.tile, self.visible = q, k, tile, visible
+
+    def format(self, site: str) -> str:
+        """The format of a site here; "fp64" under that precision."""
+        return "fp64" if self.dtype is np.float64 else self._table[site].format
+
+    def __call__(self, site: str, x: np.ndarray) -> np.ndarray:
+        """x rounded as the site says: same shape, dtype fp32 (fp64 under precision fp64, unrounded)."""
+        rounding = self._table[site]
+        if self.dtype is np.float64 or (rounding.format == "fp32" and x.dtype == np.float32):
+            y = x.astype(self.dtype, copy=False)
+        else:
+            format, mode = self._rounding[rounding]
+            word = self._words(site, x.shape) if mode.needs_key else None
+            y = round_with(x, format, mode, word).astype(np.float32, copy=False)
+        if self.watch is not None:
+            self.watch(self, site, x, y)
+        return y
+
+    def _words(self, site: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Random words for a value of this shape, located by the site's axes.
+
+        A (q, k) value is located by row and key alone, so that backward's S gets forward's words
+        whatever its tiles; every other value also by its tile.
+        """
+        if self.key is None:
+            raise ValueError(f"site {site} rounds stochastically: pass key=cuflash.Key(seed)")
+        axes = SITES[site].axes
+        start = {"q": self.q, "k": self.k}
+        rows = start.get(axes[0], 0) + np.arange(shape[1] if len(axes) == 1 else shape[-2])
+        cols = start.get(axes[1], 0) + np.arange(shape[-1]) if len(axes) == 2 else np.arange(1)
+        key = Key(self.key.seed, self.key.step, self.layer, self.key.sample)
+        words = random_words(key, site=SITE_ID[site], heads=np.asarray(self.heads), samples=np.asarray(self.samples),
+                             tile=0 if axes == "qk" else self.tile, rows=rows, cols=cols)
+        return words.reshape(words.shape[0], *shape[1:]) if len(axes) == 2 else words[..., :1].reshape(shape)
+
+
