@@ -1,0 +1,69 @@
+"""GELU, the erf form: y = x·Φ(x), Φ(x) = (1 + erf(x/√2))/2 (Hendrycks & Gimpel 2016)."""
+import functools
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from cuflash import functions
+from cuflash.sites import Rounder
+
+SQRT_HALF = math.sqrt(0.5)
+INV_SQRT_TWO_PI = 1 / math.sqrt(2 * math.pi)
+STORAGE = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+
+
+def gelu_forward(x: np.ndarray, rnd: Rounder, *, x_format: str = "fp32") -> np.ndarray:
+    """x·(½ + ½·erf(x·√½)), one rounding per operation, then site `gelu.y`.
+
+    Args:
+        x: any shape, fp32 or (precision fp64) fp64.
+        x_format: a 16-bit format that x is known to be in takes the same bits from a table.
+    """
+    return rnd("gelu.y", _apply(_gelu, x, x_format))
+
+
+def gelu_backward(dy: np.ndarray, x: np.ndarray, rnd: Rounder, *, x_format: str = "fp32") -> np.ndarray:
+    """dx = dy·(Φ(x) + x·φ(x)), φ(x) = exp(−½·x·x)/√(2π), at site `gelu.dx`."""
+    slope = _apply(_slope, x, x_format)
+    return rnd("gelu.dx", np.multiply(dy, slope, out=slope))
+
+
+def _cdf(x: np.ndarray) -> np.ndarray:
+    half = x.dtype.type(0.5)
+    return half + half * _erf(x * x.dtype.type(SQRT_HALF))
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return x * _cdf(x)
+
+
+def _slope(x: np.ndarray) -> np.ndarray:
+    kind = x.dtype.type
+    pdf = _exp(kind(-0.5) * x * x) * kind(INV_SQRT_TWO_PI)
+    return _cdf(x) + x * pdf
+
+
+def _apply(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, x_format: str) -> np.ndarray:
+    if x_format not in STORAGE or x.dtype == np.float64:
+        return function(x)
+    return _table(function, x_format)[x.astype(STORAGE[x_format]).view(np.uint16)]
+
+
+@functools.cache
+def _table(function: Callable[[np.ndarray], np.ndarray], x_format: str) -> np.ndarray:
+    """The function at all 65,536 values of a 16-bit format, indexed by their bits."""
+    with np.errstate(all="ignore"):
+        return function(np.arange(1 << 16, dtype=np.uint16).view(STORAGE[x_format]).astype(np.float32))
+
+
+def _exp(x: np.ndarray) -> np.ndarray:
+    return np.exp(x) if x.dtype == np.float64 else functions.exp(x)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return _erf64(x).astype(np.float64) if x.dtype == np.float64 else functions.erf(x)
+
+
+_erf64 = np.frompyfunc(math.erf, 1, 1)  # NumPy has no erf

@@ -1,0 +1,181 @@
+"""A run's folder: config.toml, metrics.csv, checkpoints/, and the lock of the process that writes it.
+
+Whole files are written beside their name and renamed; metrics.csv grows by whole lines, one write
+each. So a kill at any moment leaves nothing torn.
+"""
+import csv
+import io
+import os
+import pathlib
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+CONFIG = "config.toml"
+METRICS = "metrics.csv"
+CHECKPOINT = re.compile(r"step_(\d{8})\.h5")
+
+
+class Run:
+    """An existing run folder.
+
+    Raises:
+        ValueError: not a run folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(f"{self.path} is not a run folder: it has no {CONFIG}")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: dict[str, Any]) -> "Run":
+        """Makes the folder and its config.toml; a ValueError where it holds a run already."""
+        path = pathlib.Path(path)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--out {path}: is a file, not a folder")
+        if (path / CONFIG).exists():
+            raise ValueError(f"--out {path}: holds a run already; --resume continues it, another --out starts anew")
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write_whole(path / CONFIG, lambda partial: partial.write_text(to_toml(config), encoding="utf-8"))
+        return cls(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return tomllib.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.csv."""
+        with open(self.path / METRICS, newline="", encoding="utf-8") as f:
+            return [{k: float(v) if v else float("nan") for k, v in row.items()} for row in csv.DictReader(f)]
+
+    def checkpoints(self) -> list[tuple[int, pathlib.Path]]:
+        """(step, file), steps ascending."""
+        found = ((CHECKPOINT.fullmatch(f.name), f) for f in (self.path / "checkpoints").glob("*.h5"))
+        return sorted((int(match[1]), f) for match, f in found if match)
+
+    def checkpoint_path(self, step: int) -> pathlib.Path:
+        return self.path / "checkpoints" / f"step_{step:08d}.h5"
+
+    def keep_last(self, count: int) -> None:
+        """Removes all but the last `count` checkpoints; 0 keeps all."""
+        for _, path in self.checkpoints()[:-count] if count else []:
+            path.unlink()
+
+    def lock(self) -> "Lock":
+        """Held by the process that writes the run; a ValueError where another holds it."""
+        return Lock(self.path)
+
+
+class Lock:
+    """An advisory lock on a folder, which the system drops when its process ends, however it ends."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._file = open(path / ".lock", "w")  # noqa: SIM115 (open as long as the lock is held)
+        try:
+            if sys.platform == "win32":
+                import msvcrt
+                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            self._file.close()
+            raise ValueError(f"run folder {path} is in use: another process is writing to it") from e
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+class Metrics:
+    """Appends rows to metrics.csv. On resume, rows after the checkpoint's step (and a torn last line) go first."""
+
+    def __init__(self, path: pathlib.Path, columns: list[str], *, after: int | None = None) -> None:
+        self.columns = columns
+        kept = [columns]
+        if after is not None and path.exists():
+            with open(path, newline="", encoding="utf-8") as f:
+                lines = f.read().split("\r\n")[:-1]
+            rows = list(csv.reader(lines))
+            if not rows or rows[0] != columns:
+                raise ValueError(f"{path}: its columns are not those of this version, so it cannot be continued")
+            kept += [row for row in rows[1:] if int(row[0]) <= after]
+        text = io.StringIO()
+        csv.writer(text).writerows(kept)
+        write_whole(path, lambda partial: partial.write_text(text.getvalue(), encoding="utf-8", newline=""))
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+
+    def write(self, row: dict[str, float | int | str]) -> None:
+        line = io.StringIO()
+        csv.DictWriter(line, self.columns, restval="").writerow(row)
+        self._file.write(line.getvalue().encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+    """Calls write(partial), flushes that file to the disk and renames it to path.
+
+    Raises:
+        OSError: as the system gave it, its message naming `path`; nothing is left behind.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write(partial)
+        with open(partial, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException as e:
+        partial.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise OSError(e.errno, f"cannot write {path}: {e.strerror or e}") from e
+        raise
+
+
+def next_free(parent: pathlib.Path, stem: str) -> pathlib.Path:
+    """parent/stem, or with -2, -3, … the first that does not exist."""
+    path, n = parent / stem, 1
+    while path.exists():
+        n += 1
+        path = parent / f"{stem}-{n}"
+    return path
+
+
+def to_toml(data: dict[str, Any]) -> str:
+    """A dict of scalars, lists of scalars and dicts of such, as TOML."""
+    lines: list[str] = []
+
+    def table(prefix: str, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if not isinstance(value, dict):
+                lines.append(f"{_toml_key(key)} = {_toml_value(value)}")
+        for key, value in values.items():
+            if isinstance(value, dict):
+                name = prefix + _toml_key(key)
+                lines.extend(["", f"[{name}]"])
+                table(name + ".", value)
+
+    table("", data)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m[0]):04X}", escaped) + '"'

@@ -1,0 +1,75 @@
+"""Text from a model, token by token."""
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuflash.model.checkpoint import Header, load
+from cuflash.model.gpt import GPT
+from cuflash.model.run import Run
+from cuflash.philox import Key
+from cuflash.precision import Precision
+
+END_OF_TEXT = 50256  # GPT-2's token between texts
+
+
+def generate(model: GPT, prompt: list[int], count: int, *, temperature: float = 0.8, top_k: int = 0,
+             seed: int = 1) -> Iterator[int]:
+    """Yields `count` tokens that follow the prompt.
+
+    temperature 0 takes the most likely token; top_k > 0 draws among the k most likely. The last
+    block_size tokens are seen.
+    """
+    rng = np.random.Generator(np.random.PCG64(seed))
+    tokens = list(prompt)
+    for i in range(count):
+        window = np.array([tokens[-model.config.block_size:]])
+        logits, _ = model.forward(window, Key(seed, step=i))
+        tokens.append(_draw(logits[0, -1].astype(np.float64), temperature, top_k, rng))
+        yield tokens[-1]
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(np.argmax(logits))
+    if 0 < top_k < len(logits):
+        logits = np.where(logits < np.partition(logits, -top_k)[-top_k], -np.inf, logits)
+    p = np.exp((logits - logits.max()) / temperature)
+    return int(rng.choice(len(p), p=p / p.sum()))
+
+
+def encode(text: str, kind: str, vocab_size: int) -> list[int]:
+    """The prompt's tokens: its bytes, or for GPT-2 tokens (of which cuflash has no dictionary) numbers, `1 2 3`."""
+    if kind == "bytes":
+        tokens = list(text.encode()) or [ord("\n")]
+    else:
+        try:
+            tokens = [int(t) for t in text.split()] or [END_OF_TEXT if vocab_size > END_OF_TEXT else 0]
+        except ValueError:
+            raise ValueError(f"--prompt {text!r}: this run's tokens are numbers; write them as 11 22 33") from None
+    for t in tokens:
+        if not 0 <= t < vocab_size:
+            raise ValueError(f"--prompt: token {t} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def decode(tokens: list[int], kind: str) -> str:
+    """Text of the tokens; bytes that are no UTF-8 are shown as �."""
+    return bytes(tokens).decode(errors="replace") if kind == "bytes" else " ".join(map(str, tokens))
+
+
+def load_model(path: str | pathlib.Path, step: int | None = None) -> tuple[GPT, Header, int]:
+    """Model, header and step of a checkpoint file, or of a run's last checkpoint (or that of a step)."""
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"RUN {path}: no such run folder or checkpoint")
+    if path.is_dir():
+        found = dict(Run(path).checkpoints())
+        if not found:
+            raise ValueError(f"RUN {path}: has no checkpoint yet")
+        if step is not None and step not in found:
+            raise ValueError(f"--step {step}: no such checkpoint in {path}; it has {', '.join(map(str, found))}")
+        path = found[max(found) if step is None else step]
+    state, header = load(path, optimizer=False)
+    precision = Precision.from_toml(header.precision)
+    return GPT(header.model, state.params, precision, header.fix), header, state.step

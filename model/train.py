@@ -1,0 +1,237 @@
+"""The training loop: one step, and the run around it."""
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuflash.adamw import adamw_update
+from cuflash.fixes import as_fix
+from cuflash.grad_norm import clip_factor, grad_norm
+from cuflash.model import checkpoint
+from cuflash.model.config import TrainConfig
+from cuflash.model.data import Data, batch
+from cuflash.model.gpt import GPT, NO_LAYER, Params, init_params
+from cuflash.model.run import Metrics, Run
+from cuflash.philox import Key
+from cuflash.sites import Rounder
+
+EVAL_BATCHES = 8
+Z_WINDOW = 128  # logged values that a z-score looks back on
+COUNTERS = ("ties", "changed", "capped")
+
+
+class NonFinite(Exception):
+    """Loss or gradient norm is not finite. The message has the step and the first site."""
+
+
+@dataclass
+class StepResult:
+    """What a step gives; `rows` is (n_layer, 3): rows with ties, changed by the fix, limited by its cap."""
+
+    loss: float
+    norm: float
+    lr: float
+    rows: np.ndarray
+
+
+class Trainer:
+    """Model, optimizer state and data of one run; `step()` does one step of training."""
+
+    def __init__(self, config: TrainConfig, data: Data, state: checkpoint.State | None = None) -> None:
+        self.config, self.data = config, data
+        precision = config.resolved_precision()
+        params = state.params if state else init_params(config.gpt(), config.seed)
+        self.model = GPT(config.gpt(), params, precision, config.fix)
+        params = self.model.params
+        if state is None:
+            zeros: list[Params] = [{name: np.zeros_like(p) for name, p in params.items()} for _ in range(2)]
+            state = checkpoint.State(0, params, *zeros)
+        self.state = state
+        self.header = checkpoint.Header(config.gpt(), precision.to_toml(), str(as_fix(config.fix)), config.seed,
+                                        data.sha256, data.kind)
+
+    def step(self) -> StepResult:
+        """One step: gradients of grad_accum micro-batches, clipping, AdamW.
+
+        Raises:
+            NonFinite: before anything has changed.
+        """
+        c, state = self.config, self.state
+        loss, grads, rows = self._gradients()
+        norm = grad_norm(grads[name] for name in state.params)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFinite(self._describe_non_finite(loss, norm))
+        state.step += 1
+        lr = c.lr_at(state.step)
+        clip = clip_factor(norm, c.grad_clip)
+        key = Key(c.seed, state.step)
+        for name, w in state.params.items():
+            adamw_update(w, grads[name], state.m[name], state.v[name], self.model.rounder(name, key), step=state.step,
+                         lr=lr, beta1=c.beta1, beta2=c.beta2, clip=clip,
+                         weight_decay=c.weight_decay if w.ndim > 1 else 0.0)
+        return StepResult(loss, norm, lr, rows)
+
+    def evaluate(self) -> float:
+        """Mean loss of EVAL_BATCHES fixed batches of the validation text."""
+        c = self.config
+        losses = [self.model.loss(*batch(self.data.val, c.block_size, self._samples(0), seed=0, step=i), Key(c.seed))
+                  for i in range(EVAL_BATCHES)]
+        return sum(losses) / len(losses)
+
+    def _gradients(self) -> tuple[float, Params, np.ndarray]:
+        c, step = self.config, self.state.step + 1
+        grads: Params = {}
+        loss, rows = 0.0, np.zeros((c.n_layer, len(COUNTERS)), np.int64)
+        for i in range(c.grad_accum):
+            samples = self._samples(i)
+            x, y = batch(self.data.train, c.block_size, samples, seed=c.data_seed, step=step)
+            micro_loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
+                                                                 grads=grads, n_micro=c.grad_accum)
+            loss += micro_loss / c.grad_accum
+            rows += np.stack(stats)
+        return loss, grads, rows
+
+    def _samples(self, micro: int) -> range:
+        return range(micro * self.config.batch_size, (micro + 1) * self.config.batch_size)
+
+    def _describe_non_finite(self, loss: float, norm: float) -> str:
+        """Repeats the step, which has changed nothing yet, with a watcher that finds the first such value."""
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        value = loss if what == "loss" else norm
+        found: list[str] = []
+
+        def watch(rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
+            if not found and not _is_finite(site, rounded):
+                found.append(place(rnd, site))
+
+        self.model.watch = watch
+        try:
+            with np.errstate(all="ignore"):
+                self._gradients()
+        finally:
+            self.model.watch = None
+        first = f"at site {found[0]}" if found else "in no site's value, so in a sum of finite ones"
+        return f"step {self.state.step + 1}: {what} is {value}; the first value that is not finite appeared {first}"
+
+
+def place(rnd: Rounder, site: str) -> str:
+    """`fwd/L1/c_fc/linear.y`, as `--round` writes it."""
+    parts = [rnd.direction]
+    if rnd.layer != NO_LAYER:
+        parts.append(f"L{rnd.layer}")
+    if rnd.module and not site.startswith("attn."):
+        parts.append(rnd.module)
+    return "/".join([*parts, site])
+
+
+class ZScore:
+    """How many standard deviations a value lies above the mean of the last Z_WINDOW ones (llm.c's outlier detector)."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = deque(values, Z_WINDOW)
+
+    def add(self, value: float) -> float:
+        """The value's z-score against those before it (0 with fewer than 2), which it then joins."""
+        z = 0.0
+        if len(self.values) > 1 and (deviation := statistics.pstdev(self.values)) > 0:
+            z = (value - statistics.fmean(self.values)) / deviation
+        self.values.append(value)
+        return z
+
+
+def columns(n_layer: int) -> list[str]:
+    """Of metrics.csv. Counters are rows of attention: totals, then by layer. The last two are timings."""
+    layers = [f"{counter}_L{i}" for i in range(n_layer) for counter in COUNTERS]
+    return ["step", "loss", "loss_z", "norm", "norm_z", "lr", "val_loss", "rows", *COUNTERS, *layers, "ms", "tokens_per_s"]
+
+
+def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bool = False,
+          progress: Callable[[int], object] | None = None, stop: Callable[[], bool] = lambda: False) -> None:
+    """Trains to config.steps: logs, evaluates, keeps checkpoints.
+
+    Args:
+        say: takes each line of progress.
+        progress: called with the step after each one.
+        stop: asked after each step; True ends the run with a checkpoint.
+
+    Raises:
+        NonFinite: after the last good state has been saved.
+        OSError: a file cannot be written; the checkpoints before are whole.
+    """
+    c, state = trainer.config, trainer.state
+    loss_z, norm_z = ZScore(state.losses), ZScore(state.norms)
+    metrics = Metrics(run.path / "metrics.csv", columns(c.n_layer), after=state.step if resumed else None)
+
+    def save() -> None:
+        state.losses, state.norms = list(loss_z.values), list(norm_z.values)
+        checkpoint.save(run.checkpoint_path(state.step), state, trainer.header)
+        run.keep_last(c.keep)
+
+    try:
+        since, begun = state.step, time.perf_counter()
+        while state.step < c.steps:
+            try:
+                result = trainer.step()
+            except NonFinite:
+                save()
+                raise
+            if progress:
+                progress(state.step)
+            last = state.step == c.steps
+            evaluated = c.eval_every and (state.step % c.eval_every == 0 or last)
+            if state.step % c.log_every == 0 or last or evaluated:
+                ms = (time.perf_counter() - begun) * 1000 / (state.step - since)
+                row = _row(trainer, result, loss_z, norm_z, ms)
+                if evaluated:
+                    row["val_loss"] = trainer.evaluate()
+                metrics.write({k: f"{v:.1f}" if k in ("ms", "tokens_per_s") else v for k, v in row.items()})
+                say(line(row, c.steps))
+                since, begun = state.step, time.perf_counter()
+            stopping = stop()
+            if last or stopping or (c.checkpoint_every and state.step % c.checkpoint_every == 0):
+                save()
+            if stopping:
+                return
+    finally:
+        metrics.close()
+
+
+def _row(trainer: Trainer, result: StepResult, loss_z: ZScore, norm_z: ZScore, ms: float) -> dict[str, float]:
+    c = trainer.config
+    tokens = c.batch_size * c.grad_accum * c.block_size
+    row: dict[str, float] = {"step": trainer.state.step, "loss": result.loss, "loss_z": loss_z.add(result.loss),
+                             "norm": result.norm, "norm_z": norm_z.add(result.norm), "lr": result.lr,
+                             "rows": tokens * c.n_head * c.n_layer}
+    row |= {counter: int(n) for counter, n in zip(COUNTERS, result.rows.sum(axis=0))}
+    row |= {f"{counter}_L{i}": int(n) for i, layer in enumerate(result.rows) for counter, n in zip(COUNTERS, layer)}
+    return row | {"ms": ms, "tokens_per_s": tokens * 1000 / ms}
+
+
+def line(row: dict[str, float], steps: int) -> str:
+    """`step 120/1000 | loss 3.2101 (+0.3z) | norm 0.82 | lr 9.8e-4 | 41.2 ms | 398k tok/s | ties 3.1 %`."""
+    rate = row["tokens_per_s"]
+    parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4f} ({row['loss_z']:+.1f}z)", f"norm {row['norm']:.2f}",
+             f"lr {short(row['lr'])}", f"{row['ms']:.1f} ms",
+             f"{rate / 1000:.0f}k tok/s" if rate >= 10_000 else f"{rate / 1000:.1f}k tok/s",
+             f"ties {100 * row['ties'] / row['rows']:.1f} %"]
+    if "val_loss" in row:
+        parts.append(f"val {row['val_loss']:.4f}")
+    return " | ".join(parts)
+
+
+def short(x: float) -> str:
+    """9.8e-4 for 0.00098."""
+    mantissa, _, exponent = f"{x:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+# Where −Inf is meant: a masked entry, or a row that has seen no key yet.
+_MINUS_INF = frozenset({"attn.m", "attn.x", "attn.dm", "attn.lse", "attn.x_bwd"})
+
+
+def _is_finite(site: str, x: np.ndarray) -> bool:
+    return bool(np.isfinite(x).all() if site not in _MINUS_INF else (x < np.inf).all())
