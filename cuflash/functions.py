@@ -1,8 +1,7 @@
-"""exp, exp2, log, rsqrt and fma as fixed sequences of fp32 operations (numerics §6).
+"""exp, exp2, log, rsqrt, erf, tanh and fma as fixed sequences of fp32 operations (numerics §6).
 
 Every step rounds once, to nearest even, in the order written; cuda/functions.cuh does the same steps,
-so both give the same bits. The one departure is spelled `_fma` there: a product that is exact anyway
-(small integer × short constant) may be fused with the sum that follows, since nothing is rounded between.
+so both give the same bits.
 
 All take and return fp32 arrays, work in cache-sized blocks whatever the size, and accept `out=`, which may
 be the argument itself. NaN stays NaN, nothing is flushed to zero, and no floating-point warning is given:
@@ -37,9 +36,16 @@ EXP_Q = _fp32(0.49999994, 0.16666521, 0.041668388, 0.008368717, 0.0013814628)
 # ln(1 + f) = f + f²·(f·p(f) - 1/2) for 1 + f in [√½, √2], minimax in relative error
 LOG_P = _fp32(0.33333313, -0.2500001, 0.20002119, -0.16667996, 0.14219552, -0.12405588, 0.11888164,
               -0.11675658, 0.067466445)
+# erf t = t + t·p(t²) up to ERF_SPLIT; above it 1 - exp(-(t + t·q(t))), which is 1 in fp32 from t = 4
+(ERF_SPLIT,) = _fp32(0.921875)
+ERF_P = _fp32(0.12837917, -0.37612635, 0.11283696, -0.026859399, 0.005201033, -0.00081427075,
+              8.3701125e-05)
+ERF_Q = _fp32(0.12851378, 0.63572025, 0.10525927, -0.02288832, 0.0032144438, -0.00021392296)
+# tanh t = t + t·(s·p(s)), s = t², up to TANH_SPLIT; above it 1 - 2/(e^2t + 1), which is 1 in fp32 from t = 10
+(TANH_SPLIT,) = _fp32(0.625)
+TANH_P = _fp32(-0.3333328, 0.13331442, -0.053739715, 0.020639088, -0.0057049873)
 
 _ONE_BITS = 0x3F800000
-_ROUND_BITS = 0x4B400000
 _SQRT_HALF_BITS = 0x3F3504F3  # the fp32 below √½: significands are taken from [√½, √2)
 _MIN_NORMAL = np.float32(2.0**-126)
 
@@ -83,6 +89,15 @@ def _apply(kernel: Callable[..., None], operands: dict[str, ArrayLike], out: Arr
         for blocks in iterator:
             kernel(*blocks)
     return out
+
+
+def _horner(x: Array, coefficients: tuple[np.float32, ...], out: Array) -> None:
+    """c0 + x·(c1 + x·(c2 + …)), a rounding per operation; out is not x."""
+    np.multiply(x, coefficients[-1], out=out)
+    for coefficient in coefficients[-2:0:-1]:
+        np.add(out, coefficient, out=out)
+        np.multiply(out, x, out=out)
+    np.add(out, coefficients[0], out=out)
 
 
 # ---- fma -----------------------------------------------------------------------------------------
@@ -168,11 +183,7 @@ def _exp2_block(x: Array, out: Array) -> None:
 
 def _exp_core(n: Array, r: Array, w: Array, t: Array, out: Array) -> None:
     """out = 2^n · e^r for n given as n + ROUND, |r| <= ln 2 / 2; all arrays but out are used up."""
-    np.multiply(r, EXP_Q[4], out=w)
-    for coefficient in EXP_Q[3:0:-1]:
-        np.add(w, coefficient, out=w)
-        np.multiply(w, r, out=w)
-    np.add(w, EXP_Q[0], out=w)
+    _horner(r, EXP_Q, w)
     np.multiply(r, r, out=t)
     np.multiply(w, t, out=w)
     np.add(w, r, out=w)
@@ -246,10 +257,8 @@ def _log_block(x: Array, out: Array) -> None:
     np.subtract(bits, k, out=bits)
     np.subtract(n, np.float32(23), out=n, where=subnormal)
     np.subtract(f, np.float32(1), out=f)
-    np.multiply(f, LOG_P[-1], out=w)
-    for coefficient in LOG_P[-2::-1]:
-        np.add(w, coefficient, out=w)
-        np.multiply(w, f, out=w)
+    _horner(f, LOG_P, w)
+    np.multiply(w, f, out=w)
     np.subtract(w, np.float32(0.5), out=w)
     np.multiply(f, f, out=t)
     np.multiply(w, t, out=w)
@@ -283,3 +292,63 @@ def _rsqrt_block(x: Array, out: Array) -> None:
     np.sqrt(x, out=wide, dtype=np.float64)
     np.divide(1.0, wide, out=wide)
     np.copyto(out, wide, casting="same_kind")
+
+
+# ---- erf and tanh --------------------------------------------------------------------------------
+
+def erf(x: ArrayLike, out: Array | None = None) -> Array:
+    """Error function, odd to the bit; the GELU of numerics §4 uses it.
+
+    Args:
+        x: fp32.
+        out: fp32 array of x's shape for the result; may be x.
+    """
+    return _apply(_erf_block, {"x": x}, out)
+
+
+def _erf_block(x: Array, out: Array) -> None:
+    t, w, u = _scratch(7, np.float32, x.size)[4:]  # _exp_block uses the first four
+    np.abs(x, out=t)
+    np.minimum(t, np.float32(4), out=w)
+    _horner(w, ERF_Q, u)
+    np.multiply(u, w, out=u)
+    np.add(u, w, out=u)
+    np.negative(u, out=u)
+    _exp_block(u, u)
+    np.subtract(np.float32(1), u, out=u)
+    s, w = _scratch(2, np.float32, x.size)
+    np.multiply(t, t, out=s)
+    _horner(s, ERF_P, w)
+    np.multiply(w, t, out=w)
+    np.add(w, t, out=w)
+    np.copyto(u, w, where=t <= ERF_SPLIT)
+    np.copysign(u, x, out=out)
+
+
+def tanh(x: ArrayLike, out: Array | None = None) -> Array:
+    """Hyperbolic tangent, odd to the bit.
+
+    Args:
+        x: fp32.
+        out: fp32 array of x's shape for the result; may be x.
+    """
+    return _apply(_tanh_block, {"x": x}, out)
+
+
+def _tanh_block(x: Array, out: Array) -> None:
+    t, u = _scratch(6, np.float32, x.size)[4:]  # _exp_block uses the first four
+    np.abs(x, out=t)
+    np.minimum(t, np.float32(10), out=u)
+    np.add(u, u, out=u)
+    _exp_block(u, u)
+    np.add(u, np.float32(1), out=u)
+    np.divide(np.float32(2), u, out=u)
+    np.subtract(np.float32(1), u, out=u)
+    s, w = _scratch(2, np.float32, x.size)
+    np.multiply(t, t, out=s)
+    _horner(s, TANH_P, w)
+    np.multiply(w, s, out=w)
+    np.multiply(w, t, out=w)
+    np.add(w, t, out=w)
+    np.copyto(u, w, where=t <= TANH_SPLIT)
+    np.copysign(u, x, out=out)
