@@ -33,11 +33,20 @@ class Format:
         exponent_bits: 2 to 8.
         mantissa_bits: stored bits of the significand, 1 to 23.
         saturates: fp8_e4m3 alone: no Inf, the largest exponent holds numbers, overflow gives ±max.
+
+    Raises:
+        ValueError: bits out of range.
     """
     name: str
     exponent_bits: int
     mantissa_bits: int
     saturates: bool = False
+
+    def __post_init__(self) -> None:
+        bits = self.exponent_bits, self.mantissa_bits
+        if not (2 <= bits[0] <= 8 and 1 <= bits[1] <= 23) or self.saturates and bits != (4, 3):
+            raise ValueError(f"Format: 2 to 8 exponent bits and 1 to 23 mantissa bits (saturating: 4 and 3), "
+                             f"got {bits}")
 
     @property
     def bias(self) -> int:
@@ -172,9 +181,11 @@ def as_mode(mode: str | Mode) -> Mode:
     """The built-in mode of a name; a Mode as it is.
 
     Raises:
-        ValueError: no such mode.
+        ValueError: no such mode, or a Mode that takes a built-in's name.
     """
     if isinstance(mode, Mode):
+        if MODES.get(mode.name, mode) != mode:
+            raise ValueError(f"mode {mode.name!r}: the name belongs to a built-in mode, choose another")
         return mode
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
@@ -358,10 +369,10 @@ def _round_block_rne(x: NDArray, format: Format) -> NDArray:
     small = a < src.tiny
     if small.any():  # the last place of |x| + c is the format's smallest number
         c = x.dtype.type(format.smallest * 2.0**src.mantissa_bits)
-        sum = np.abs(x)
-        sum += c
-        sum -= c
-        y = np.where(small, sum.view(src.uint), y)
+        on_grid = np.abs(x)
+        on_grid += c
+        on_grid -= c
+        y = np.where(small, on_grid.view(src.uint), y)
     if y.max() > src.top:
         np.copyto(y, src.uint(src.top if format.saturates else src.infinity), where=y > src.top)
         np.copyto(y, a, where=a > src.infinity)
@@ -374,7 +385,7 @@ def _rounder(format: Format, mode: Mode, dtype: np.dtype) -> Callable[[NDArray, 
     """The fastest way to round a block; the caller's assignment widens a narrower result."""
     if format.name == "fp32" and dtype == np.float32:
         return lambda x, word: x
-    if mode is MODES["rne"]:
+    if mode == MODES["rne"]:
         # A cast where one is faster. Not fp64 to bf16: ml_dtypes goes by way of fp32, two roundings.
         if (format.name, dtype) in (("bf16", np.float32), ("fp32", np.float64)):
             storage = storage_dtype(format)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from cuflash import formats, kernels
-from cuflash.formats import (MODES, Format, Mode, cuda_name, format_named, is_representable, round_to,
+from cuflash.formats import (MODES, Format, Mode, as_mode, cuda_name, format_named, is_representable, round_to,
                              round_with, storage_dtype, ulp)
 from cuflash.philox import Key, random_words
 
@@ -92,6 +92,9 @@ def test_named_formats():
         assert (f.max, f.min, f.smallest, f.bits) == (float(info.max), float(info.smallest_normal),
                                                       float(info.smallest_subnormal), info.bits)
     assert storage_dtype("e3m2") is None
+    for wrong in ((9, 3), (4, 24), (1, 1), (5, 2, True)):
+        with pytest.raises(ValueError, match="2 to 8 exponent bits and 1 to 23 mantissa bits"):
+            Format("wrong", *wrong)
 
 
 @pytest.mark.parametrize("name", ["bf61", "e9m3", "e1m3", "e8m24", "e8m0", "e08m7", "E8M7", "", "e8m7\n", 16])
@@ -230,7 +233,8 @@ def test_sr_draws_by_row_and_column(monkeypatch):
 
 def test_sr_never_overflows():
     x = np.array([3.99, 4, 1e30, np.inf], np.float32)
-    assert (round_with(x, format_named("e2m1"), MODES["sr"], np.zeros(4, np.uint32)) == [3, 3, 3, np.inf]).all()
+    y = round_with(x, format_named("e2m1"), MODES["sr"], np.zeros(4, np.uint32))
+    assert (y == [3, 3, 3, np.inf]).all()
 
 
 # ---- a user's mode ------------------------------------------------------------------------------
@@ -263,6 +267,8 @@ def test_user_mode_with_words():
 def test_bad_user_mode():
     with pytest.raises(ValueError, match="name must be an identifier, got 'my mode'"):
         Mode("my mode", lambda *a: a[1])
+    with pytest.raises(ValueError, match="'rne': the name belongs to a built-in mode"):
+        round_to(np.ones(1), "bf16", Mode("rne", lambda *a: a[1]))
     with pytest.raises(TypeError, match="up must return booleans, got uint32"):
         round_to(np.ones(1), "bf16", Mode("m", lambda fraction, rest, odd, negative, word: fraction))
 
@@ -280,7 +286,7 @@ def test_bad_dtype(x):
 def test_shapes_and_strides(name, mode):
     x = np.random.default_rng(0).standard_normal((6, 8, 10)).astype(np.float32)
     before = x.copy()
-    for view in (x, x[::2, :, ::-1], x.transpose(2, 0, 1), x[0, 0, 0], np.float32(1.7), x[:0], x[:, :, :0]):
+    for view in (x, x[::2, :, ::-1], x.transpose(2, 0, 1), x[0, 0, 0], np.float32(2), x[:0], x[:, :, :0]):
         y = round_to(view, name, mode, key=Key(0))
         assert isinstance(y, np.ndarray) and y.shape == np.shape(view) and y.dtype == np.float32
         same(y, round_to(np.array(view), name, mode, key=Key(0)))
@@ -322,24 +328,67 @@ def test_header_defines_the_built_in_modes():
     assert re.findall(r"^DEFINE_MODE.*$", text, re.MULTILINE) == [mode.cuda_source for mode in MODES.values()]
 
 
+USER = Mode("user", lambda fraction, rest, odd, negative, word: odd & ~negative, "odd && !negative")
+
+
+def every_rounding(pairs):
+    """Source of a kernel that rounds x under every (format, mode): y is (pairs, n)."""
+    lines = "\n".join(f"    y[{j}LL * n + i] = {cuda_name(*pair)}(x[i], word[i]);"
+                      for j, pair in enumerate(pairs))
+    return f"""#include "formats.cuh"
+{USER.cuda_source}
+extern "C" __global__ void every(float* y, const float* x, const unsigned* word, int n) {{
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+{lines}
+}}
+"""
+
+
 @pytest.mark.skipif(kernels.nvrtc_reason() is not None, reason=str(kernels.nvrtc_reason()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "newest"])
 def test_cuda_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "cache_dir", lambda: tmp_path)
-    user = Mode("user", lambda fraction, rest, odd, negative, word: odd, "odd || (rest, negative)")
-    every = [(name, mode) for name in VARIED for mode in [*MODES.values(), user]]
+    pairs = [(name, mode) for name in VARIED for mode in [*MODES.values(), USER]]
     if arch == "newest":
-        every += [(name, mode) for name in ALL for mode in ("rne", "sr")]
-    body = "\n".join(f"    y[{i}] = {cuda_name(*pair)}(x[{i}], word[{i}]);" for i, pair in enumerate(every))
+        pairs += [(name, mode) for name in ALL for mode in ("rne", "sr")]
+        arch = kernels.newest_architecture()
+    path = kernels.compile_cubin("formats_test", arch, headers={"formats_test.cu": every_rounding(pairs)})
+    assert path.read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(kernels.gpu_reason() is not None, reason=str(kernels.gpu_reason()))
+def test_cuda_on_the_gpu():
+    cupy = kernels.import_cupy()
+    pairs = [(name, mode) for name in VARIED for mode in [*MODES.values(), USER]]
+    x = np.concatenate([samples(format_named(name), np.float32, seed=13) for name in VARIED])
+    word = np.random.default_rng(3).integers(0, 2**32, x.size, np.uint32)
+    y = cupy.empty((len(pairs), x.size), np.float32)
+    every = kernels.kernel("formats_test", "every", headers={"formats_test.cu": every_rounding(pairs)})
+    every((-(-x.size // 256),), (256,), (y, cupy.asarray(x), cupy.asarray(word), np.int32(x.size)))
+    for (name, mode), got in zip(pairs, y.get()):
+        same(got, round_with(x, format_named(name), as_mode(mode), word))
+
+
+@pytest.mark.skipif(kernels.gpu_reason() is not None, reason=str(kernels.gpu_reason()))
+def test_cuda_instructions_have_the_bits_of_the_rule():
+    """cvt.rn.bf16 and cvt.rn.f16 against the integer steps, on all 2**32 arguments."""
+    cupy = kernels.import_cupy()
+    rule = Mode("rule", MODES["rne"].up, MODES["rne"].cuda)  # rne by another name takes the general path
     source = f"""#include "formats.cuh"
-{user.cuda_source}
-extern "C" __global__ void every(float* y, const float* x, const unsigned* word) {{
-{body}
+{rule.cuda_source}
+__device__ bool differ(float a, float b) {{
+    return __float_as_uint(a) != __float_as_uint(b) && !(a != a && b != b);
+}}
+extern "C" __global__ void count(unsigned* bad) {{
+    const float x = __uint_as_float(blockIdx.x * blockDim.x + threadIdx.x);
+    if (differ({cuda_name("bf16", "rne")}(x), {cuda_name("bf16", rule)}(x))) atomicAdd(bad, 1u);
+    if (differ({cuda_name("fp16", "rne")}(x), {cuda_name("fp16", rule)}(x))) atomicAdd(bad + 1, 1u);
 }}
 """
-    path = kernels.compile_cubin("formats_test", kernels.newest_architecture() if arch == "newest" else arch,
-                                 headers={"formats_test.cu": source})
-    assert path.read_bytes().startswith(b"\x7fELF")
+    bad = cupy.zeros(2, np.uint32)
+    kernels.kernel("formats_test", "count", headers={"formats_test.cu": source})((1 << 24,), (256,), (bad,))
+    assert bad.get().tolist() == [0, 0]
 
 
 # The header by the host's compiler: its integer algorithm without a GPU.

@@ -62,7 +62,8 @@ def test_a_part_has_the_words_of_the_whole(start, stop):
 def test_every_coordinate_counts():
     base = dict(site=1, heads=2, samples=3, tile=4, rows=[5], cols=range(64))
     streams = [random_words(KEY, **base)]
-    streams += [random_words(KEY, **base | {name: 9}) for name in ("site", "heads", "samples", "tile", "rows")]
+    streams += [random_words(KEY, **base | {name: 9})
+                for name in ("site", "heads", "samples", "tile", "rows")]
     keys = [Key(1, 7, 3), Key(KEY.seed, 8, 3), Key(KEY.seed, 7, 4), Key(KEY.seed ^ 1 << 40, 7, 3)]
     streams += [random_words(key, **base) for key in keys]
     assert len({s.tobytes() for s in streams}) == len(streams)
@@ -81,8 +82,8 @@ def test_sample_defaults_to_the_key():
 @pytest.mark.parametrize("seed", range(3))
 def test_words_are_uniform(seed):
     n = 1 << 16
-    bits = np.unpackbits(random_words(Key(seed), site=0, heads=0, tile=0, rows=[0], cols=range(n)).view(np.uint8))
-    share = bits.reshape(n, 32).mean(axis=0)
+    drawn = random_words(Key(seed), site=0, heads=0, tile=0, rows=[0], cols=range(n))
+    share = np.unpackbits(drawn.view(np.uint8)).reshape(n, 32).mean(axis=0)
     assert (abs(share - 0.5) < 6 * 0.5 / np.sqrt(n)).all()  # 6 standard deviations, 32 bits
 
 
@@ -101,20 +102,35 @@ def test_key_takes_integers():
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
+SOURCE = """#include "philox.cuh"
+extern "C" __global__ void words(unsigned* word, uint4* block, unsigned seed_low, unsigned seed_high) {
+    const uint2 key = subkey(make_uint2(seed_low, seed_high), 7, 11, 3, 9, 4);
+    word[blockIdx.x * blockDim.x + threadIdx.x] = random_word(key, blockIdx.x, threadIdx.x, 6);
+    block[blockIdx.x * blockDim.x + threadIdx.x] = random_block(key, blockIdx.x, threadIdx.x, 6);
+}
+"""
+
+
 @pytest.mark.skipif(kernels.nvrtc_reason() is not None, reason=str(kernels.nvrtc_reason()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "newest"])
 def test_cuda_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "cache_dir", lambda: tmp_path)
-    source = """#include "philox.cuh"
-extern "C" __global__ void words(uint4* block, unsigned* word, uint2 seed) {
-    const uint2 key = subkey(seed, 1, 2, 3, 4, 5);
-    block[threadIdx.x] = random_block(key, blockIdx.x, threadIdx.x, 6);
-    word[threadIdx.x] = random_word(key, blockIdx.x, threadIdx.x, 6);
-}
-"""
     path = kernels.compile_cubin("philox_test", kernels.newest_architecture() if arch == "newest" else arch,
-                                 headers={"philox_test.cu": source})
+                                 headers={"philox_test.cu": SOURCE})
     assert path.read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(kernels.gpu_reason() is not None, reason=str(kernels.gpu_reason()))
+def test_cuda_on_the_gpu():
+    cupy = kernels.import_cupy()
+    word, block = cupy.empty((3, 48), np.uint32), cupy.empty((3, 48, 4), np.uint32)
+    kernel = kernels.kernel("philox_test", "words", headers={"philox_test.cu": SOURCE})
+    kernel((3,), (48,), (word, block, np.uint32(KEY.seed & 0xFFFFFFFF), np.uint32(KEY.seed >> 32)))
+    want = random_words(KEY, site=4, heads=9, tile=6, rows=range(3), cols=range(48))[0]
+    assert (word.get() == want).all()
+    col = np.arange(48)
+    served = (col // 16 * 16 + col % 8 // 2 * 2)[:, None] + [0, 1, 8, 9]
+    assert (block.get() == want[:, served]).all()
 
 
 HOST = """
