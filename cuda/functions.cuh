@@ -24,7 +24,7 @@ constexpr float ERF_P[] = {0.12837917f, -0.37612635f, 0.11283696f, -0.026859399f
                            -0.00081427075f, 8.3701125e-05f};
 constexpr float ERF_Q[] = {0.12851378f, 0.63572025f, 0.10525927f, -0.02288832f, 0.0032144438f,
                            -0.00021392296f};
-// tanh t = t + t·(s·p(s)), s = t², up to TANH_SPLIT; above it 1 - 2/(e^2t + 1), which is 1 in fp32 from t = 10
+// tanh t = t + t·(s·p(s)), s = t², up to TANH_SPLIT; above it 1 - 2/(e^2t + 1), which is 1 from t = 10
 constexpr float TANH_SPLIT = 0.625f;
 constexpr float TANH_P[] = {-0.3333328f, 0.13331442f, -0.053739715f, 0.020639088f, -0.0057049873f};
 

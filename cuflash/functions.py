@@ -10,6 +10,7 @@ overflow is Inf. Errors in ulp: docs/functions.md.
 import threading
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from cuflash.formats import Format, format_named
 
 Array = NDArray[np.float32]
+Kernel = Callable[[Array, Array], None]  # (a block of x, its results)
 
 _BLOCK = 1 << 14  # elements at once: five fp32 temporaries of a block stay in the L2 cache
 
@@ -41,7 +43,7 @@ LOG_P = _fp32(0.33333313, -0.2500001, 0.20002119, -0.16667996, 0.14219552, -0.12
 ERF_P = _fp32(0.12837917, -0.37612635, 0.11283696, -0.026859399, 0.005201033, -0.00081427075,
               8.3701125e-05)
 ERF_Q = _fp32(0.12851378, 0.63572025, 0.10525927, -0.02288832, 0.0032144438, -0.00021392296)
-# tanh t = t + t·(s·p(s)), s = t², up to TANH_SPLIT; above it 1 - 2/(e^2t + 1), which is 1 in fp32 from t = 10
+# tanh t = t + t·(s·p(s)), s = t², up to TANH_SPLIT; above it 1 - 2/(e^2t + 1), which is 1 from t = 10
 (TANH_SPLIT,) = _fp32(0.625)
 TANH_P = _fp32(-0.3333328, 0.13331442, -0.053739715, 0.020639088, -0.0057049873)
 
@@ -81,9 +83,9 @@ def _apply(kernel: Callable[..., None], operands: dict[str, ArrayLike], out: Arr
         raise ValueError(f"out: got {got}, valid: a float32 array of shape {shape}")
     if out.size == 0:
         return out
-    flags = ["external_loop", "buffered", "copy_if_overlap"]
-    reading = [["readonly", "overlap_assume_elementwise"]] * len(inputs)
-    iterator = np.nditer([*inputs, out], flags, [*reading, ["writeonly", "overlap_assume_elementwise"]],
+    operand_flags: list[Any] = [["readonly", "overlap_assume_elementwise"]] * len(inputs)
+    operand_flags.append(["writeonly", "overlap_assume_elementwise"])
+    iterator = np.nditer([*inputs, out], ["external_loop", "buffered", "copy_if_overlap"], operand_flags,
                          buffersize=_BLOCK)
     with iterator, np.errstate(all="ignore"):
         for blocks in iterator:
@@ -116,9 +118,9 @@ def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike, out: Array | None = None) -> A
 
 
 def _fma_block(a: Array, b: Array, c: Array, out: Array) -> None:
-    # The product is exact in fp64 and the sum is rounded there once. Rounding it again, to fp32, can go wrong
-    # only where the fp64 sum is a tie of fp32 (its low 29 bits are 1000…) or the result is subnormal. There an
-    # inexact sum is moved to its odd neighbour on the exact sum's side (round to odd), which is no tie.
+    # The product is exact in fp64 and the sum is rounded there once. Rounding it again, to fp32, can go
+    # wrong only where the fp64 sum is a tie of fp32 (its low 29 bits are 1000…) or the result is subnormal.
+    # There an inexact sum is moved to its odd neighbour on the exact sum's side (round to odd): no tie.
     product, total, small = _scratch(3, np.float64, out.size)
     (tail,) = _scratch(1, np.int64, out.size)
     np.multiply(a, b, out=product, dtype=np.float64)
@@ -200,7 +202,7 @@ def _exp_core(n: Array, r: Array, w: Array, t: Array, out: Array) -> None:
     np.multiply(w, n, out=out)
 
 
-def _with_table(kernel: Callable[[Array, Array], None], format: Format | str | None):
+def _with_table(kernel: Kernel, format: Format | str | None) -> Kernel:
     """`kernel`, by table where the format's values are few."""
     if format is None:
         return kernel
@@ -222,7 +224,7 @@ def _with_table(kernel: Callable[[Array, Array], None], format: Format | str | N
 
 
 @cache
-def _table(kernel: Callable[[Array, Array], None], shift: int) -> Array:
+def _table(kernel: Kernel, shift: int) -> Array:
     """`kernel` of every fp32 number whose low `shift` bits are zero, by its upper bits."""
     bits = np.arange(1 << 32 - shift, dtype=np.uint32) << np.uint32(shift)
     table = _apply(kernel, {"x": bits.view(np.float32)}, None)
@@ -276,7 +278,7 @@ def _log_block(x: Array, out: Array) -> None:
 
 
 def rsqrt(x: ArrayLike, out: Array | None = None) -> Array:
-    """1/√x, correctly rounded: in fp64, then rounded to fp32, which is right for every fp32 x (tested on all).
+    """1/√x, correctly rounded: taken in fp64, then rounded, which is right for every fp32 x (all are tested).
 
     rsqrt(±0) = ±Inf, rsqrt(+Inf) = +0, NaN below zero.
 

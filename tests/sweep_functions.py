@@ -1,6 +1,6 @@
 """Errors of cuflash.functions against fp64 mathematics; prints the table of docs/functions.md.
 
-    PYTHONPATH=. python -m tests.sweep_functions            # 1 fp32 number in 16, about a minute
+    PYTHONPATH=. python -m tests.sweep_functions            # 1 fp32 number in 16, half a minute
     PYTHONPATH=. python -m tests.sweep_functions --step 1   # every one
 
 The truth is NumPy's or math.erf's fp64 value: its own error, about 1 ulp of fp64, is 2^-29 ulp of fp32.
@@ -64,7 +64,7 @@ def runs(low: float, high: float, step: int) -> Iterator[np.ndarray]:
 
 
 class Errors:
-    """Largest, smallest and mean error in ulp, and steps against the function's direction, over blocks of x."""
+    """Extreme and mean errors in ulp, and steps against the function's direction, over blocks of x."""
 
     def __init__(self, name: str):
         self.function = getattr(functions, name)
@@ -100,7 +100,7 @@ def domain(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Errors of cuflash.functions, as a table.")
     parser.add_argument("--step", type=int, default=16, help="one run of fp32 numbers in this many")
     step = parser.parse_args().step
     print("| function | arguments | number | error, ulp | mean | not monotone |")

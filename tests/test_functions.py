@@ -1,4 +1,4 @@
-"""Functions against fp64 mathematics and exact fractions, and the CUDA source against the NumPy one, bit for bit.
+"""Functions against fp64 mathematics and exact fractions, and the CUDA source against NumPy, bit for bit.
 
 The CUDA source runs here as C++, without a GPU: its intrinsics are plain IEEE operations.
 """
@@ -88,7 +88,8 @@ def _overflow(rng, n):
 
 
 @pytest.mark.parametrize("make, naive_fails", [
-    (_random, 0), (_cancelling, 0), (_near_ties, 0.3), (_subnormal_ties, 0.3), (_subnormal, 0), (_overflow, 0.3)])
+    (_random, 0), (_cancelling, 0), (_near_ties, 0.3), (_subnormal_ties, 0.3), (_subnormal, 0),
+    (_overflow, 0.3)])
 def test_fma_equals_exact_fractions(make, naive_fails):
     a, b, c = make(np.random.default_rng(7), 20_000)
     exact = np.array([nearest_fp32(Fraction(p) * Fraction(q) + Fraction(r))
