@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from cuflash import formats, kernels
-from cuflash.formats import (MODES, Format, Mode, as_mode, cuda_name, format_named, is_representable, round_to,
-                             round_with, storage_dtype, ulp)
+from cuflash.formats import (MODES, Format, Mode, as_mode, cuda_name, format_named, is_representable,
+                             round_to, round_with, storage_dtype, ulp)
 from cuflash.philox import Key, random_words
 
 NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"]
