@@ -92,9 +92,7 @@ def nvrtc_reason() -> str | None:
 
 @functools.cache
 def _capability(device: int) -> int:
-    runtime = import_cupy().cuda.runtime
-    major = runtime.deviceGetAttribute(runtime.cudaDevAttrComputeCapabilityMajor, device)
-    return 10 * major + runtime.deviceGetAttribute(runtime.cudaDevAttrComputeCapabilityMinor, device)
+    return int(import_cupy().cuda.Device(device).compute_capability)
 
 
 def architecture(capability: int) -> str:
