@@ -1,0 +1,109 @@
+"""A precision as constants of a kernel: the text of "precision.cuh", which cuda/sites.cuh includes.
+
+One line a site, then products, switches, numeric tiles, and the fix, so that what is off costs nothing.
+"""
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuflash.dot import common_format
+from cuflash.fixes import Fix
+from cuflash.formats import MODES, format_named
+from cuflash.precision import Precision, Rounding, mode_named
+from cuflash.site_table import SITE_ID, SITES
+
+# Operands of each product, by site.
+PRODUCTS = {
+    "fwd": {"s": ("attn.q", "attn.k"), "pv": ("attn.p", "attn.v")},
+    "bwd": {"s": ("attn.q", "attn.k"), "dp": ("attn.do", "attn.v"), "dv": ("attn.p_bwd", "attn.do"),
+            "dk": ("attn.ds", "attn.q"), "dq": ("attn.ds", "attn.k")},
+}
+
+
+def product_operand(table: dict[str, Rounding], sites: tuple[str, str], accumulator: str) -> str | None:
+    """The format in which a tensor core takes a product's operands; None: `sequential`."""
+    if accumulator == "sequential":
+        return None
+    common = common_format(*(table[site].format for site in sites))
+    return common and common.name
+
+
+def precision_header(precision: Precision, head_dim: int, direction: str, accumulator: str, fix: Fix,
+                     layer: int = 0, head: int = 0) -> str:
+    """The text of precision.cuh.
+
+    Args:
+        precision: what the kernel computes.
+        head_dim: decides the default tiles.
+        direction: `fwd` or `bwd`.
+        accumulator: `sequential`, or the device's tensor core (`hopper`, `ampere`).
+        fix: rule for the row maximum; backward has none, whatever is given.
+        layer, head: where in the network, for scoped roundings.
+
+    Raises:
+        ValueError: a mode or fix of the user has no CUDA expression.
+    """
+    table = precision.sites_for(direction, layer, "", head)
+    lines = ["#pragma once", *_modes(table)]
+    lines += [_site(name, rounding) for name, rounding in table.items() if name.startswith("attn.")]
+    for product, sites in PRODUCTS[direction].items():
+        operand = product_operand(table, sites, accumulator)
+        lines.append(f"PRODUCT({product}, {operand})" if operand else f"SEQUENTIAL_PRODUCT({product})")
+    tiles = precision.tiles(head_dim)
+    for name, (br, bc) in (("forward", tiles.forward), ("dkdv", tiles.dkdv), ("dq", tiles.dq)):
+        lines.append(f"constexpr int tile_{name}_br = {br or 0}, tile_{name}_bc = {bc or 0};")
+    switches = {"order_fa2": precision.order == "fa2", "algorithm_plain": precision.algorithm == "plain",
+                "l_from_rounded": precision.l_from == "rounded", "p_bwd_from_m_l": precision.p_bwd_from == "m_l",
+                "exp_mufu": precision.exp == "mufu"}
+    lines += [f"constexpr bool {name} = {_bool(on)};" for name, on in switches.items()]
+    lines.append(f"constexpr DeltaFrom delta_from = DeltaFrom::{precision.delta_from};")
+    if direction == "fwd":
+        lines += _fix(fix.for_format(table["attn.p"].format))
+    return "\n".join(lines) + "\n"
+
+
+def _bool(on: bool) -> str:
+    return str(bool(on)).lower()
+
+
+def _modes(table: dict[str, Rounding]) -> Iterator[str]:
+    """Definitions of the users' modes."""
+    found: dict[str, str] = {}
+    for rounding in dict.fromkeys(table.values()):
+        mode = mode_named(rounding.mode)
+        if mode.name in MODES:
+            continue
+        if found.setdefault(mode.name, mode.cuda_source) != mode.cuda_source:
+            raise ValueError(f"two modes are named {mode.name!r} and differ: rename one")
+    yield from found.values()
+
+
+def _site(name: str, rounding: Rounding) -> str:
+    f = format_named(rounding.format)
+    return (f"SITE({cuda_name(name)}, {f.exponent_bits}, {f.mantissa_bits}, {mode_named(rounding.mode).name}, "
+            f"{_bool(f.saturates)}, {SITE_ID[name]}, {_bool(SITES[name].axes != 'qk')})")
+
+
+def cuda_name(site: str) -> str:
+    """attn.p -> attn_p."""
+    return site.replace(".", "_")
+
+
+def _fix(fix: Fix) -> list[str]:
+    """The fix as a struct: its parameters, when it sees a tie, its rule."""
+    if fix.cuda_rule is None:
+        raise ValueError(f"fix {fix.name!r} has no cuda_rule, so only NumPy arrays can use it")
+    return ["struct fix {",
+            f"    static constexpr bool active = {_bool(type(fix) is not Fix)}, running = {_bool(fix.running)}, "
+            f"rounded_threshold = {_bool(fix.rounded_threshold)};",
+            *(f"    static constexpr float {name} = {_float(value)};"
+              for name, value in {"epsilon": fix.epsilon, **fix.values}.items()),
+            f"    static float rule(float r_m, int ties) {{ return {fix.cuda_rule}; }}",
+            f"    static bool limited(float r_m, int ties) {{ return {fix.cuda_limited}; }}",
+            "};"]
+
+
+def _float(value: float) -> str:
+    """fp32 as a constant, to the bit."""
+    x = np.float32(value)
+    return float(x).hex() + "f" if np.isfinite(x) else f"__builtin_bit_cast(float, {int(x.view(np.uint32)):#x}u)"
