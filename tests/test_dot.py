@@ -1,5 +1,6 @@
 """cuflash.dot against models in Python integers, which share nothing with it."""
 import math
+import tracemalloc
 from fractions import Fraction
 
 import ml_dtypes
@@ -167,6 +168,9 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
         else:
             a, b = scattered(rng, sa, 61, 64), scattered(rng, sb, 61, 64)
             c = rng.choice([-1, 0, 1], sc) * np.float32(3.4028235e38)
+    elif kind == "zero term":  # products below 2^-133: the exponent of a zero is the largest
+        a, b = scattered(rng, sa, -73, -69), scattered(rng, sb, -73, -69)
+        c = np.zeros(sc)
     elif kind == "ties":  # sums that fall midway between two fp32 numbers, or just off
         a, b = rng.choice([1, -1, 2.0**-12, 2.0**-14], sa), rng.choice([1, 2.0**-12, 2.0**-13], sb)
         c = rng.integers(2**23, 2**24, sc) * rng.choice([-1, 1], sc)
@@ -174,7 +178,7 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
 
 
 KINDS = ("normal", "wide", "one sign", "top significands", "cancellation", "small integers", "subnormal operands",
-         "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "ties")
+         "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "zero term", "ties")
 DEPTHS = (1, 5, 16, 37, 48)
 
 
@@ -198,3 +202,189 @@ def test_fma_and_exact(accumulator, name, kind):
         a, b, c = operands(kind, name, rng, depth)
         got = dot_fp32(a, b, c, accumulator, name, name)
         assert_same_bits(got, model(a, b, c, accumulator, name))
+
+
+# ---- what a product is, whatever its accumulator --------------------------------------------------
+
+DEFINED = ("sequential", "hopper", "ampere", "exact")
+
+
+@pytest.mark.parametrize("accumulator", DEFINED)
+def test_blocks_do_not_change_bits(accumulator):
+    """More rows, columns and k than one block holds, of wide exponents, against the model and against slices."""
+    rng = np.random.default_rng(1)
+    a, b, c = operands("wide", "bf16", rng, 600, 70, 1100)
+    a[:, 300] = a[:, 17] = 0
+    a[20, 590], b[3, 1050] = INF, math.nan
+    whole = dot_fp32(a, b, c, accumulator, "bf16", "bf16")
+    assert_same_bits(dot_fp32(b.T, a.T, c.T, accumulator, "bf16", "bf16").T, whole)
+    for i, j in (((0, 1), (0, 1)), ((19, 24), (1020, 1060)), ((63, 70), (0, 30)), ((0, 70), (1099, 1100))):
+        i, j = slice(*i), slice(*j)
+        got = dot_fp32(a[i], b[:, j], c[i, j], accumulator, "bf16", "bf16")
+        assert_same_bits(got, whole[i, j])
+    rows, cols = [5, 20, 66], [0, 1023, 1024, 1050]
+    want = model(a[rows], b[:, cols], c[np.ix_(rows, cols)], accumulator, "bf16")
+    assert_same_bits(whole[np.ix_(rows, cols)], want)
+
+
+@pytest.mark.parametrize("accumulator", DEFINED)
+@pytest.mark.parametrize("shape_a, shape_b, shape_c", [
+    ((3, 5, 20), (3, 20, 4), (3, 5, 4)), ((2, 1, 7, 9), (3, 9, 2), (2, 1)), ((6, 4), (5, 4, 8), (8,)),
+    ((1, 3), (3, 1), ()), ((2, 130, 17), (17, 260), (130, 1))])
+def test_leading_axes_broadcast_like_matmul(accumulator, shape_a, shape_b, shape_c):
+    rng = np.random.default_rng(2)
+    a, b, c = (rng.standard_normal(s).astype(ml_dtypes.bfloat16) for s in (shape_a, shape_b, shape_c))
+    got = dot(a, b, c, accumulator=accumulator)
+    shape = np.matmul(np.empty(shape_a), np.empty(shape_b)).shape
+    assert got.shape == shape and got.dtype == np.float32 and got.flags.c_contiguous
+    c = np.broadcast_to(c, shape)
+    a, b = np.broadcast_to(a, (*shape[:-2], *shape_a[-2:])), np.broadcast_to(b, (*shape[:-2], *shape_b[-2:]))
+    for index in np.ndindex(shape[:-2]):
+        assert_same_bits(got[index], dot(a[index], b[index], c[index], accumulator=accumulator))
+    want = np.matmul(a.astype(np.float64), b.astype(np.float64)) + c.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)  # 20 terms below 16: 20 · 16 · 2^-24
+
+
+@pytest.mark.parametrize("accumulator", DEFINED)
+def test_strides_do_not_change_bits(accumulator):
+    rng = np.random.default_rng(3)
+    a, b, _ = operands("normal", "bf16", rng, 40, 60, 50)
+    want = dot_fp32(np.ascontiguousarray(a[::-2, ::2]), np.ascontiguousarray(b[::2, 5:]), None, accumulator,
+                    "bf16", "bf16")
+    assert_same_bits(dot_fp32(a[::-2, ::2], b[::2, 5:], None, accumulator, "bf16", "bf16"), want)
+    got = dot_fp32(np.asfortranarray(a)[::-2, ::2], b.T.copy().T[::2, 5:], None, accumulator, "bf16", "bf16")
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+def test_zero_nan_and_empty_sizes(accumulator):
+    one = np.ones((1, 1), np.float16)
+    assert dot(-one, 0 * one, accumulator=accumulator).view(np.int32) == 0
+    assert dot(one, -one, one.astype(np.float32), accumulator=accumulator).view(np.int32) == 0
+    for a, b, c in ((INF, 0, 0), (INF, 1, -INF), (math.nan, 1, 0), (1, 1, -math.nan)):
+        got = dot(one * a, one * b, one * c, accumulator=accumulator)
+        assert got.view(np.int32) == NAN_WORD, (a, b, c)
+    assert dot(-one * INF, one, one, accumulator=accumulator) == -INF
+    nothing = np.empty((2, 3, 0), np.float16), np.empty((0, 2), np.float16)
+    start = np.array([[-0.0, 1.5], [math.nan, 2.0**-149], [-2, INF]], np.float32)
+    assert_same_bits(dot(*nothing, start, accumulator=accumulator), np.broadcast_to(start, (2, 3, 2)))
+    assert not dot(*nothing, accumulator=accumulator).view(np.int32).any()
+    for shape_a, shape_b, shape in (((0, 5), (5, 3), (0, 3)), ((4, 5), (5, 0), (4, 0)),
+                                    ((0, 4, 5), (5, 3), (0, 4, 3))):
+        a, b = np.ones(shape_a, np.float16), np.ones(shape_b, np.float16)
+        assert dot(a, b, accumulator=accumulator).shape == shape
+
+
+def test_library_is_matmul():
+    rng = np.random.default_rng(4)
+    a, b, c = operands("normal", "fp32", rng, 33)
+    assert_same_bits(dot(a, b, c, accumulator="library"), np.matmul(a, b) + c)
+
+
+def test_accumulators_differ():
+    """The worked difference: 1 + 2^-24 + 2^-24 is kept by the exact sum and by F = 25, not by fp32 or by F = 24 RZ."""
+    a = np.array([[1, 2.0**-12, 2.0**-12]], np.float16)
+    b = np.array([[1], [2.0**-12], [2.0**-12]], np.float16)
+    got = {name: dot(a, b, accumulator=name).item() for name in DEFINED}
+    up = 1 + 2.0**-23
+    assert got == {"sequential": 1.0, "hopper": up, "ampere": up, "exact": up}
+    a[0, 1:] = 2.0**-13  # terms of 2^-25: on hopper's grid, below ampere's
+    b = np.array([[1], [2.0**-12], [2.0**-12]], np.float16)
+    more = np.concatenate([a, a[:, 1:]], axis=1), np.concatenate([b, b[1:]])
+    got = {name: dot(*more, accumulator=name).item() for name in DEFINED}
+    assert got == {"sequential": 1.0, "hopper": up, "ampere": 1.0, "exact": 1.0 + 2.0**-23}
+
+
+@pytest.mark.parametrize("shape", [(2048, 16, 2048), (40, 20000, 40), (1, 64, 300000)])
+@pytest.mark.parametrize("accumulator", DEFINED)
+def test_memory_is_bounded(accumulator, shape):
+    rows, depth, cols = shape
+    a, b = np.ones((rows, depth), np.float32), np.ones((depth, cols), np.float32)
+    tracemalloc.start()
+    try:
+        out = dot_fp32(a, b, None, accumulator, "bf16", "bf16")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (out == depth).all()
+    assert peak < 1.3 * out.nbytes + (16 << 20)  # a NaN mask, a block's arrays
+
+
+def test_numpy_settings_are_left_alone():
+    before = np.getbufsize(), np.geterr()
+    a, b = np.full((2, 3), 3e38, np.float32), np.full((3, 300), 3e38, np.float32)
+    with np.errstate(all="raise"):
+        for accumulator in DEFINED:
+            dot_fp32(a, b, None, accumulator, "tf32", "tf32")
+    assert (np.getbufsize(), np.geterr()) == before
+
+
+# ---- formats ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("a, b, common", [
+    ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("tf32", "tf32", "tf32"), ("bf16", "fp16", "tf32"),
+    ("fp8_e4m3", "fp8_e4m3", "bf16"), ("fp8_e5m2", "fp16", "fp16"), ("fp8_e4m3", "bf16", "bf16"),
+    ("e5m8", "fp8_e4m3", "fp16"), ("e5m8", "bf16", "tf32"), ("e6m8", "e6m8", "tf32"), ("e8m1", "e2m10", "tf32"),
+    ("fp32", "bf16", None), ("fp32", "fp32", None), ("e5m11", "bf16", None)])
+def test_common_format(a, b, common):
+    got = common_format(a, b)
+    assert (got and got.name) == common
+    assert common_format(format_named(b), format_named(a)) == got
+
+
+@pytest.mark.parametrize("accumulator", ["hopper", "ampere"])
+def test_subnormals_count_in_the_common_format(accumulator):
+    """2^-9 is subnormal in fp8_e4m3 but normal in bf16, 2^-20 subnormal in fp16 but normal in tf32."""
+    rng = np.random.default_rng(5)
+    a = rng.choice(np.array([2.0**-9, 3 * 2.0**-9, 448, -1.5]), (12, 40)).astype(ml_dtypes.float8_e4m3fn)
+    b = rng.choice(np.array([2.0**-16, 2.0**-15, 57344, -1.25]), (40, 12)).astype(ml_dtypes.float8_e5m2)
+    wide = [x.astype(np.float32) for x in (a, b)]
+    start = rng.standard_normal((12, 12)).astype(np.float32)
+    assert_same_bits(dot(a, b, start, accumulator=accumulator), model(*wide, start, accumulator, "bf16"))
+
+    a = rng.choice(np.array([2.0**-20, 7 * 2.0**-24, 1.125, -300]), (12, 40)).astype(np.float16)
+    b = rng.choice(np.array([2.0**-20, 2.0**-126, 1e30, -1.25]), (40, 12)).astype(ml_dtypes.bfloat16)
+    wide = [x.astype(np.float32) for x in (a, b)]
+    assert_same_bits(dot(a, b, start, accumulator=accumulator), model(*wide, start, accumulator, "tf32"))
+    bf16_pair = a.astype(np.float32), np.ones((40, 1), np.float32)
+    fp16_pair = a, np.ones((40, 1), np.float16)
+    assert_same_bits(dot(*fp16_pair, accumulator=accumulator),
+                     model(*bf16_pair, np.zeros((12, 1), np.float32), accumulator, "fp16"))
+
+
+def test_format_of_float32_operands():
+    a, b = np.float32([[1.125, 2.0**-16]]), np.float32([[1.0], [3.0]])
+    assert dot(a, b, accumulator="hopper", format="tf32") == 1.125 + 3 * 2.0**-16
+    assert dot(a, b, accumulator="hopper", format=format_named("e6m3")) == 1.125 + 3 * 2.0**-16
+    mixed = dot(a, b.astype(ml_dtypes.bfloat16), accumulator="ampere", format="tf32")
+    assert mixed == 1.125 + 3 * 2.0**-16
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+A, B = np.ones((2, 3), ml_dtypes.bfloat16), np.ones((3, 4), ml_dtypes.bfloat16)
+F32 = np.float32([[1.0, 1.1]])
+
+
+@pytest.mark.parametrize("args, kwargs, error, message", [
+    ((A, B), {"accumulator": "hoper"}, ValueError, "unknown accumulator 'hoper': did you mean 'hopper'"),
+    ((A, B), {"accumulator": None}, ValueError, "unknown accumulator None: valid: sequential, hopper"),
+    ((A, B), {"format": "tf23"}, ValueError, "unknown format 'tf23': did you mean 'tf32'"),
+    ((A, B), {"format": "tf32"}, ValueError, r"a is bf16 and b bf16 by their dtypes: drop format='tf32'"),
+    ((A, A), {}, ValueError, r"equal K, got a \(2, 3\), b \(2, 3\)"),
+    ((A[0], B), {}, ValueError, r"a must be \(…, M, K\) and b \(…, K, N\) with equal K, got a \(3,\)"),
+    ((np.stack([A] * 2), np.stack([B] * 3)), {}, ValueError, r"leading axes must broadcast, got a \(2, 2, 3\)"),
+    ((A, B, np.ones((3, 4), np.float32)), {}, ValueError, r"c must broadcast to \(2, 4\), got \(3, 4\)"),
+    ((A.astype(np.float64), B), {}, TypeError, "a must have one of the dtypes float32, bfloat16, .* got float64"),
+    ((A, B.astype(np.int32)), {}, TypeError, "b must have one of the dtypes .* got int32"),
+    ((A, B, np.ones(4)), {}, TypeError, "c must have one of the dtypes .* got float64"),
+    ((A, [[1.0]]), {}, TypeError, "b must be a NumPy array, got list"),
+    ((A, B, 1.0), {}, TypeError, "c must be a NumPy array, got float"),
+    ((F32, F32.T), {"format": "tf32"}, ValueError, r"a\[0, 1\] = 1.1 is not a value of tf32 \(1 of 2 are not\)"),
+    ((F32, F32.T), {"accumulator": "hopper"}, ValueError, "both fp32 and fp32: use accumulator='sequential'"),
+    ((A, B.astype(np.float32)), {"accumulator": "ampere"}, ValueError, "both bf16 and fp32: use acc.*'sequential'"),
+    ((F32 * 0, F32.T * 0), {"accumulator": "hopper", "format": "e5m11"}, ValueError, "both e5m11 and e5m11: use"),
+])
+def test_bad_input(args, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        dot(*args, **kwargs)

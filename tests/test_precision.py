@@ -1,0 +1,174 @@
+"""Precisions: the site table, the `--round` grammar, switches, TOML, digests, messages."""
+import re
+from pathlib import Path
+
+import pytest
+
+from cuflash import Precision
+from cuflash.precision import CANONICAL, Override, Rounding, as_precision
+from cuflash.site_table import FA2_MERGED, PLAIN_MERGED, SITES
+
+ROOT = Path(__file__).parent.parent
+
+
+def sites(p):
+    return {n: str(r) for n, r in p.table().items()}
+
+
+def test_canonical_precisions_round_as_the_table_says():
+    assert set(sites(Precision.named("fp32")).values()) == {"fp32"}
+    bf16, fa2 = sites(Precision.named("bf16")), sites(Precision.named("bf16-fa2"))
+    assert bf16["attn.pv"] == "bf16" and bf16["attn.l"] == "bf16" and bf16["attn.alpha"] == "fp32"
+    assert fa2["attn.o_acc"] == "fp32" and fa2["attn.p"] == fa2["attn.o"] == "bf16"
+    fp16 = sites(Precision.named("fp16-fa2"))
+    assert {n for n in fa2 if fa2[n] == "bf16"} == {n for n in fp16 if fp16[n] == "fp16"}
+    every = sites(Precision.named("all-e5m7"))
+    assert all((f == "e5m7") == n.startswith("attn.") for n, f in every.items())
+    stream = Precision.named("bf16").diff(Precision.named("bf16-stream"))
+    assert set(stream) == {"embed", "residual.y", "residual.dx"}
+
+
+def test_names():
+    assert Precision.named("bf16") == Precision.named("bf16-paper")
+    assert Precision.named("bf16").name == "bf16-paper"
+    changed = Precision.named("bf16").round("attn.o=fp32")
+    assert changed.name.startswith("bf16-paper+") and changed.describe() == "bf16-paper with attn.o=fp32"
+    assert changed.round("attn.o=bf16") == Precision.named("bf16")
+
+
+@pytest.mark.parametrize("name", [*CANONICAL, "all-fp8_e4m3"])
+def test_toml_and_digest(name):
+    p = Precision.named(name)
+    if name != "fp64":
+        p = p.round("bwd/L1/H0,6-8/attn.s=fp16:rz", "L0-2/c_fc/linear.y=fp32", "attn.o=e4m3")
+    p = p.replace(tile=((64, 128), (128, 64), (None, None)), delta_from="p_dp")
+    again = Precision.from_toml(p.to_toml())
+    assert again == p and again.digest == p.digest and hash(again) == hash(p)
+    other = p.replace(tile=(128, 128))
+    assert other.digest != p.digest and p.diff(other) == {"tile": ("64,128/128,64/none,none", "128,128")}
+
+
+def test_digest_does_not_depend_on_how_it_was_said():
+    a = Precision.named("fp32").replace({"attn.o": "bf16"})
+    b = Precision.from_toml('base = "fp32"\n[sites]\n"attn.o" = "bf16:rne"\n')
+    assert a == b and a.digest == b.digest
+
+
+def test_round_texts_apply_in_order():
+    p = Precision.named("bf16")
+    assert sites(p.round("attn=fp32")) | {n: "" for n in SITES if not n.startswith("attn.")} == \
+        {n: "fp32" if n.startswith("attn.") else "" for n in SITES}
+    scoped = p.round("L1/attn.o=fp32", "attn.o=fp16")
+    assert scoped.sites_for("fwd", 1)["attn.o"] == Rounding("fp16")
+    scoped = p.round("attn.o=fp16", "L1/H2/attn.o=fp32:rz")
+    assert scoped.sites_for("fwd", 1, "", 2)["attn.o"] == Rounding("fp32", "rz")
+    assert scoped.sites_for("fwd", 1, "", 1)["attn.o"] == scoped.sites_for("fwd", 0, "", 2)["attn.o"] == Rounding("fp16")
+    module = p.round("L1/c_fc/linear.y=fp32")
+    assert module.sites_for("fwd", 1, "c_fc")["linear.y"].format == "fp32"
+    assert module.sites_for("fwd", 1, "c_attn")["linear.y"].format == "bf16"
+
+
+@pytest.mark.parametrize("text", ["attn.o=bf16", "fwd/L1/attn.s=fp16:rz", "L0,2-4/H0,6-8/attn.o=fp32", "c_fc/linear.y=e5m2:sr"])
+def test_overrides_print_as_they_are_written(text):
+    assert str(Override.parse(text)) == text.replace("e5m2", "e5m2")
+
+
+def test_merged_sites():
+    fa2 = Precision.named("bf16-fa2")
+    assert fa2.merged == FA2_MERGED == {"attn.s_scaled", "attn.l_tile", "attn.pv", "attn.dk_tile", "attn.dv_tile"}
+    with pytest.raises(ValueError, match="attn.pv does not exist on its own under order=fa2"):
+        fa2.round("attn.pv=bf16")
+    with pytest.raises(ValueError, match="attn.dm does not exist on its own under order=eager, algorithm=plain"):
+        Precision.named("bf16").replace({"attn.dm": "bf16"}, algorithm="plain")
+    plain = Precision.named("bf16").replace(algorithm="plain")
+    assert plain.merged == PLAIN_MERGED and "attn.pv" not in plain.to_toml()
+    assert fa2.round("attn=fp32").table()["attn.o"].format == "fp32"  # a prefix passes over merged sites
+    assert fa2.replace({"attn.pv": "bf16"}, order="eager").table()["attn.pv"].format == "bf16"
+
+
+def test_tiles_by_head_dim():
+    fa2 = Precision.named("bf16-fa2")
+    assert [fa2.tiles(d).forward for d in (64, 65, 192, 193)] == [(128, 128), (128, 64), (128, 64), (64, 64)]
+    assert [fa2.tiles(d).dq for d in (64, 128, 129)] == [(128, 128), (64, 128), (64, 64)]
+    assert Precision.named("bf16").tiles(256).dkdv == (128, 128)
+    assert Precision.named("bf16").set("tile=none,none").tiles(64).forward == (None, None)
+
+
+@pytest.mark.parametrize("make, match", [
+    (lambda p: p.round("atn.o=bf16"), "unknown site 'atn.o': did you mean 'attn.o'"),
+    (lambda p: p.round("attn.o=bf61"), "unknown format 'bf61': did you mean 'bf16'"),
+    (lambda p: p.round("attn.o=bf16:rnd"), "unknown mode 'rnd'"),
+    (lambda p: p.round("attn.o=fp64"), "fp64 is a precision, not a site's format"),
+    (lambda p: p.round("attn.o"), "write .fwd/.bwd/"),
+    (lambda p: p.round("fwdd/attn.o=bf16"), "unknown scope 'fwdd': did you mean 'fwd'"),
+    (lambda p: p.round("H1/ln.y=bf16"), "only attention's sites have heads"),
+    (lambda p: p.round("c_fc/attn.o=bf16"), "belong to no module"),
+    (lambda p: p.round("fwd/attn.ds=bf16"), "attn.ds exists in bwd only"),
+    (lambda p: p.round("attn.o=bf16:nofile.py:Mine"), "'nofile.py': no such file"),
+    (lambda p: p.set("delta_frm=o"), "unknown switch 'delta_frm': did you mean 'delta_from'"),
+    (lambda p: p.set("delta_from=p_d"), "unknown delta_from 'p_d': did you mean 'p_dp'"),
+    (lambda p: p.set("tile=100,128"), "each a positive multiple of 16"),
+    (lambda p: p.set("tile=128"), "write Br,Bc"),
+    (lambda p: p.set("tile"), "write NAME=VALUE"),
+    (lambda p: p.set("algorithm=plain", "l_from=rounded"), "l_from='rounded' has no meaning"),
+    (lambda p: Precision.named("fp64").round("attn.o=bf16"), "precision fp64 rounds at no site"),
+    (lambda p: Precision.named("all-bf61"), "unknown format 'bf61'"),
+    (lambda p: Precision.from_toml("sites ="), "precision is not valid TOML"),
+    (lambda p: Precision.from_toml("numerics_version = 99"), "numerics version 99"),
+    (lambda p: as_precision("missing.toml"), "'missing.toml' cannot be read"),
+])
+def test_messages(make, match):
+    with pytest.raises(ValueError, match=match):
+        make(Precision.named("bf16"))
+
+
+USER = """
+from cuflash import Fix, Mode
+import numpy as np
+
+Dither = Mode("Dither", up=lambda fraction, rest, odd, negative, word: word < fraction, cuda="word < fraction", needs_key=True)
+
+class Shift(Fix):
+    name = "Shift"
+    parameters = {"by": 1.0}
+    cuda_rule = "__fadd_rn(r_m, by)"
+    def rule(self, r_m, ties):
+        return r_m + self.by
+"""
+
+
+def test_users_modes_and_fixes(tmp_path):
+    import numpy as np
+
+    from cuflash import Key
+    from cuflash.attention import flash_attention, flash_attention_forward
+    from cuflash.fixes import as_fix
+    from tests.test_attention_bits import equal
+    file = tmp_path / "my.py"
+    file.write_text(USER)
+    x = np.random.default_rng(0).standard_normal((1, 2, 20, 16)).astype(np.float32)
+    mine, sr = (Precision.named("fp32").replace({"attn.o": f"bf16:{mode}"}, accumulator="sequential") for mode in (f"{file}:Dither", "sr"))
+    assert equal(flash_attention(x, x, x, precision=mine, key=Key(1)), flash_attention(x, x, x, precision=sr, key=Key(1)))
+    assert Precision.from_toml(mine.to_toml()) == mine
+    digest = mine.digest
+    file.write_text(USER + "\n# another\n")
+    assert mine.digest != digest
+    assert str(as_fix(f"{file}:Shift:by=3")) == "Shift:by=3"
+    q = x.copy()
+    q[:, :, 3] = 0  # a row of equal logits
+    _, off = flash_attention_forward(q, x, x, precision="fp32")
+    _, saved = flash_attention_forward(q, x, x, precision="fp32", fix=f"{file}:Shift:by=3")
+    assert saved.stats.tolist() == [2, 2, 0] and off.stats.tolist() == [2, 0, 0]
+    with pytest.raises(ValueError, match="has no 'Shft'; it has: Dither?|has no 'Shft'"):
+        as_fix(f"{file}:Shft")
+
+
+def test_table_reference_and_docs_name_the_same_sites():
+    """A reader finds a rounding by its name: in the table, in the reference, in docs."""
+    attention = {n for n in SITES if n.startswith("attn.")}
+    code = "".join((ROOT / "cuflash" / f"{f}.py").read_text() for f in ("attention_forward", "attention_backward", "attention"))
+    assert set(re.findall(r'rnd\("(attn\.\w+)"', code)) | {"attn.dk", "attn.dv"} == attention
+    assert '"attn.dk")' in code and '"attn.dv")' in code
+    docs = (ROOT / "docs" / "numerics.md").read_text()
+    named = set(re.findall(r"`([a-z]+(?:\.[a-z_]+)?)`", docs))
+    assert set(SITES) <= named
