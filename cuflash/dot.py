@@ -118,9 +118,10 @@ def dot_fp32(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float
     shape = *np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
     panel = _panel(accumulator, as_format(format_a), as_format(format_b))
     if panel is None:
-        out = np.matmul(a, b)
-        if c is not None:
-            out += c
+        with np.errstate(over="ignore", invalid="ignore"):
+            out = np.matmul(a, b)
+            if c is not None:
+                out += c
         return canonical(out)
     out = np.zeros(shape, np.float32)
     if c is not None:
@@ -153,8 +154,7 @@ def _panel(accumulator: str, format_a: Format, format_b: Format) -> Panel | None
     if accumulator == "exact":
         return exact_panel
     if accumulator == "sequential":
-        bits = format_a.mantissa_bits + format_b.mantissa_bits
-        return partial(sequential_panel, mantissa_bits=bits)
+        return sequential_panel
     if accumulator not in TENSOR_CORES:
         raise unknown("accumulator", accumulator, ACCUMULATORS)
     common = common_format(format_a, format_b)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 INNER = 1024         # columns of a block: the axis of NumPy's inner loops
-ELEMENTS = 1 << 16   # of a block: a few arrays of it stay in a core's cache
+ELEMENTS = 1 << 16   # of a block: fewer cost more in calls, more no longer fit the cache
 CHUNK = 256          # k at once, a multiple of every tensor-core group
 
-NAN = 0x7FFFFFFF     # what the hardware writes for every NaN
+_NAN = 0x7FFFFFFF    # what the hardware writes for every NaN
 
 
 def canonical(out: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -21,12 +21,12 @@ def canonical(out: NDArray[np.float32]) -> NDArray[np.float32]:
     out += np.float32(0)
     nan = np.isnan(out)
     if nan.any():
-        out.view(np.int32)[nan] = NAN
+        out.view(np.int32)[nan] = _NAN
     return out
 
 
 def blocks(out: NDArray[np.float32]) -> Iterator[slice]:
-    """Slices of out's rows, ELEMENTS at most in each where a single row allows."""
+    """Slices of out's rows with at most ELEMENTS each, or one row."""
     step = max(1, ELEMENTS // (out.shape[0] * out.shape[2]))
     for i in range(0, out.shape[1], step):
         yield slice(i, i + step)
@@ -34,37 +34,40 @@ def blocks(out: NDArray[np.float32]) -> Iterator[slice]:
 
 # ---- sequential ---------------------------------------------------------------------------------
 
-def sequential_panel(x: NDArray, y: NDArray, out: NDArray, *, mantissa_bits: int) -> None:
-    """acc = fma(a, b, acc), k ascending; mantissa_bits: of both operands' formats together.
+def sequential_panel(x: NDArray, y: NDArray, out: NDArray) -> None:
+    """acc = fma(a, b, acc), k ascending.
 
-    Where a product is exact in fp32, the fma is a product and a sum. Otherwise fp64 holds the product.
+    Where fp32 holds every product of a k exactly, the fma is a product and a sum: always for fp16, nearly
+    always for bf16 and tf32. Elsewhere fp64 holds the product.
     """
-    # A product has at most mantissa_bits + 2 bits, the last of them no lower than its exponent less mantissa_bits.
-    smallest = 2.0**(-149 + mantissa_bits) if mantissa_bits <= 22 else np.inf
     for k in range(0, x.shape[1], CHUNK):
         xk, yk = x[:, k:k + CHUNK], np.ascontiguousarray(y[:, k:k + CHUNK])
-        y_low, y_high = _range(yk)
+        y_bits, y_low, y_high = _extent(yk)
         for i in blocks(out):
             xi = np.ascontiguousarray(xk[:, :, i])
-            x_low, x_high = _range(xi)
-            exact = (x_low * y_low >= smallest) & (x_high * y_high < 2.0**128)
+            x_bits, x_low, x_high = _extent(xi)
+            bits = x_bits + y_bits  # a product's last bit is no lower than its exponent less this
+            exact = (bits <= 22) & (x_low * y_low >= np.ldexp(1.0, bits - 149)) & (x_high * y_high < 2.0**128)
             acc = np.ascontiguousarray(out[:, i])
             _fma_chunk(xi[..., None], yk[:, :, None], acc, exact)
             out[:, i] = acc
 
 
-def _range(x: NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Smallest magnitude but 0 and largest finite one, for each k."""
+def _extent(x: NDArray) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]:
+    """For each k of x (n, K, m): mantissa bits in use, smallest magnitude but 0, largest finite magnitude."""
+    words = np.bitwise_or.reduce(x.view(np.int32), axis=(0, 2)) & 0x7FFFFF
+    bits = 24 - np.frexp((words & -words).astype(np.float64))[1]  # by the lowest bit set
     a = np.abs(x).astype(np.float64)
     a[~np.isfinite(a)] = 0
-    return np.where(a == 0, np.inf, a).min(axis=(0, 2)), a.max(axis=(0, 2))
+    return np.where(words == 0, 0, bits), np.where(a == 0, np.inf, a).min(axis=(0, 2)), a.max(axis=(0, 2))
 
 
 def _fma_chunk(x: NDArray, y: NDArray, acc: NDArray, exact: NDArray[np.bool_]) -> None:
+    """acc takes the products of x (n, K, rows, 1) and y (n, K, 1, cols), those of `exact` k in fp32."""
     p = np.empty_like(acc)
     if not exact.all():
         x64, y64 = x.astype(np.float64), y.astype(np.float64)
-        p64, acc64, spare = (np.empty(acc.shape) for _ in range(3))
+        p64, acc64, spare = np.empty((3, *acc.shape))
     for k in range(x.shape[1]):
         if exact[k]:
             np.multiply(x[:, k], y[:, k], out=p)
@@ -76,18 +79,24 @@ def _fma_chunk(x: NDArray, y: NDArray, acc: NDArray, exact: NDArray[np.bool_]) -
 
 
 def _add_rounded(p: NDArray, q: NDArray, out: NDArray, s: NDArray) -> None:
-    """out (fp32) = p + q (fp64), rounded once; s is scratch.
+    """out (fp32) = p + q (fp64), rounded once; s is scratch, all contiguous.
 
     fl64(p + q) rounds to fp32 as p + q does unless it is a point midway between two fp32 numbers,
     whose last 28 bits are 0 (subnormal results included). Such sums are moved off by the sign of their error.
     """
     np.add(p, q, out=s)
     low = s.view(np.int64) & 0x0FFFFFFF
-    if low.min(initial=1) == 0:
+    if low.min() == 0:
         at = np.flatnonzero(low == 0)
-        sum_, error = _two_sum(p.reshape(-1)[at], q.reshape(-1)[at])
-        off = np.flatnonzero(np.isfinite(sum_) & (error != 0))
-        s.reshape(-1)[at[off]] = np.nextafter(sum_[off], np.copysign(np.inf, error[off]))
+        if len(at) > s.size // 16:  # gathering costs more than the whole
+            error = _two_sum(p, q)[1].reshape(-1)
+            at = np.flatnonzero((low.reshape(-1) == 0) & (error != 0))
+            error = error[at]
+        else:
+            error = _two_sum(p.reshape(-1)[at], q.reshape(-1)[at])[1]
+        sum_ = s.reshape(-1)[at]
+        moved = np.nextafter(sum_, np.copysign(np.inf, error))
+        s.reshape(-1)[at] = np.where(np.isfinite(sum_) & (error != 0), moved, sum_)
     np.copyto(out, s, casting="unsafe")
 
 

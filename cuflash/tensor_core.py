@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.dot_panels import CHUNK, NAN, blocks
+from cuflash.dot_panels import CHUNK, blocks
 from cuflash.formats import Format
 
 
@@ -35,106 +35,59 @@ class TensorCore:
 
 TENSOR_CORES = {"hopper": TensorCore(25, -133, 16), "ampere": TensorCore(24, -132, 8)}
 
-_LEAST = -36     # smallest product exponent, in operands' scale, that the dense path takes
-_FLUSH = -62     # smallest operand exponent that it keeps: -63 + 2 <= _LEAST - F
-_PART = 8        # products whose cut sum fits int32: 8 · 4 · 2^F <= 2^30
+_LEAST = -36       # smallest product exponent, in the operands' scale, that the dense path takes
+_FLUSH = -62       # smallest operand exponent that it keeps: -63 + 2 <= _LEAST - F
+_PART = 8          # products whose cut sum fits int32: 8 · 4 · 2^F <= 2^30, and the accumulator 2^(F + 1)
+_NO_TERM = -1000   # exponent of an operand that is 0
+_REPAIRS = 1 << 12  # elements redone at once
 
 
 def tensor_core_panel(x: NDArray, y: NDArray, out: NDArray, *, core: TensorCore, format: Format) -> None:
     """Adds x·y to out in groups of ascending k; a panel as in dot_panels.py, operands in `format`."""
     length = core.products // 2 if format.name == "tf32" else core.products
+    group = None
     for k in range(0, x.shape[1], CHUNK):
         yk = _Operand(y[:, k:k + CHUNK], length, format.emin)
         for i in blocks(out):
             xk = _Operand(x[:, k:k + CHUNK, i], length, format.emin)
-            acc = np.array(out[:, i], order="C")
-            for group in range(xk.groups):
-                _add_group(xk, yk, group, acc, core)
-            out[:, i] = acc
+            part = out[:, i]
+            if group is None or group.acc.shape != part.shape:
+                group = _Group(core, part.shape)
+            np.copyto(group.acc, part)
+            for g in range(xk.top.shape[1]):
+                group.add(xk, yk, g)
+            np.copyto(part, group.acc, casting="unsafe")
 
 
 class _Operand:
-    """A chunk of an operand, cut into groups along k.
+    """A chunk (n, K, m) of an operand, cut into groups along k.
 
-    raw (n, groups, L, m) fp64; exponent likewise int16, of zeros -1000; top (n, groups, m) int16, the largest
-    exponent of a group; scaled = raw / 2^top in fp32 and relative = exponent - top in int8, both flushed.
+    values (n, groups, L, m) fp32; exponent likewise int16; top (n, groups, m) int16, a group's largest exponent;
+    scaled = values / 2^top in fp32 and relative = exponent - top in int8, flushed.
     """
 
     def __init__(self, x: NDArray[np.float32], length: int, emin: int) -> None:
         n, depth, m = x.shape
-        self.groups = -(-depth // length)
-        raw = np.zeros((n, self.groups * length, m), np.float32)
-        raw[:, :depth] = x
-        raw = raw.reshape(n, self.groups, length, m)
-        self.raw = raw
-        self.finite = bool(np.isfinite(raw).all())
-        if not self.finite:
-            raw = np.where(np.isfinite(raw), raw, np.float32(0))
-        exponent = np.maximum(_exponent_field(raw) - np.int16(127), np.int16(emin))
-        exponent[raw == 0] = -1000
+        groups = -(-depth // length)
+        values = np.zeros((n, groups * length, m), np.float32)
+        values[:, :depth] = x
+        self.values = values.reshape(n, groups, length, m)
+        finite = np.isfinite(self.values)
+        self.finite = bool(finite.all())
+        values = self.values if self.finite else np.where(finite, self.values, np.float32(0))
+
+        exponent = (values.view(np.int32) >> 23 & 255).astype(np.int16)
+        exponent -= np.int16(127)
+        exponent[exponent < emin] = emin
+        exponent[values == 0] = _NO_TERM
         top = exponent.max(axis=2, keepdims=True)
-        relative = exponent - top  # 0 throughout a group of zeros
         self.exponent, self.top = exponent, top[:, :, 0]
-        # top is -1000 or within fp32's range: 2^-top as fp64
-        self.scaled = (raw * np.ldexp(1.0, -top.astype(np.int32))).astype(np.float32)
-        self.scaled[relative < _FLUSH] = 0
-        self.relative = np.maximum(relative, np.int16(_FLUSH - 1)).astype(np.int8)
-        self.values = raw
-
-
-def _exponent_field(x: NDArray[np.float32]) -> NDArray[np.int16]:
-    return (x.view(np.int32) >> 23 & 255).astype(np.int16)
-
-
-def _add_group(x: _Operand, y: _Operand, g: int, acc: NDArray[np.float32], core: TensorCore) -> None:
-    """acc (n, rows, cols) becomes the result of group g."""
-    special = None
-    if not (x.finite and y.finite and np.isfinite(acc).all()):
-        special = _special(x, y, g, acc)
-        acc[~np.isfinite(acc)] = 0
-
-    top = _largest_product(x, y, g, acc.shape)
-    scale = x.top[:, g, :, None] + y.top[:, g, None, :]
-    acc_exponent = _acc_exponent(acc, core)
-    shift = np.maximum(top, acc_exponent - scale)
-    repair = np.flatnonzero(shift < _LEAST)
-    factor = np.clip(shift, _LEAST, core.fraction_bits + 40)
-    factor = ((core.fraction_bits + 127 - factor.astype(np.int32)) << 23).view(np.float32)
-    e_max = shift + scale
-    total = _cut_acc(acc, e_max, core)
-    total += _cut_products(x, y, g, factor)
-    result = _pack(total, e_max, core)
-
-    if len(repair):
-        n, i, j = np.unravel_index(repair, acc.shape)
-        for s in range(0, len(repair), 1 << 12):
-            part = slice(s, s + (1 << 12))
-            result.reshape(-1)[repair[part]] = _one_by_one(x, y, g, n[part], i[part], j[part],
-                                                           acc.reshape(-1)[repair[part]], core)
-    if special is not None:
-        at = ~np.isfinite(special)
-        result[at] = special[at]
-        result.view(np.int32)[np.isnan(result)] = NAN
-    acc[...] = result
-
-
-def _largest_product(x: _Operand, y: _Operand, g: int, shape: tuple[int, ...]) -> NDArray[np.int16]:
-    """max over the group of the product's exponent, in the operands' scale; right where it is >= _LEAST."""
-    top, e = np.empty((2, *shape), np.int8)
-    a, b = x.relative[:, g], y.relative[:, g]
-    for k in range(a.shape[1]):
-        if k == 0:
-            np.add(a[:, k, :, None], b[:, k, None, :], out=top)
-        else:
-            np.add(a[:, k, :, None], b[:, k, None, :], out=e)
-            np.maximum(top, e, out=top)
-    return top.astype(np.int16)
-
-
-def _acc_exponent(acc: NDArray[np.float32], core: TensorCore) -> NDArray[np.int16]:
-    e = np.maximum(_exponent_field(acc), np.int16(1)) - np.int16(127)
-    e[acc == 0] = core.zero_exponent
-    return e
+        self.scaled = (values.astype(np.float64) * _power(-top)).astype(np.float32)
+        relative = exponent - top  # 0 throughout a group of zeros
+        flushed = relative < _FLUSH
+        self.scaled[flushed] = 0
+        relative[flushed] = _FLUSH - 1
+        self.relative = relative.astype(np.int8)
 
 
 def _power(exponent: NDArray) -> NDArray[np.float64]:
@@ -142,56 +95,132 @@ def _power(exponent: NDArray) -> NDArray[np.float64]:
     return (exponent.astype(np.int64) + 1023 << 52).view(np.float64)
 
 
-def _cut_acc(acc: NDArray[np.float32], e_max: NDArray[np.int16], core: TensorCore) -> NDArray[np.float64]:
-    """The accumulator in units of the grid, cut."""
-    total = acc * _power(core.fraction_bits - e_max)
-    return np.trunc(total, out=total)
+class _Group:
+    """Arrays of one block's shape, and the steps of one group on them.
 
+    acc (fp64) holds the block's accumulators, fp32 numbers. No operation mixes dtypes: NumPy would buffer it.
+    """
 
-def _cut_products(x: _Operand, y: _Operand, g: int, factor: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The sum of the products in units of the grid, each cut."""
-    a, b = x.scaled[:, g], y.scaled[:, g]
-    p, cut, part = np.empty_like(factor), np.empty(factor.shape, np.int32), np.zeros(factor.shape, np.int32)
-    total = np.zeros(factor.shape)
-    for k in range(a.shape[1]):
-        np.multiply(a[:, k, :, None], b[:, k, None, :], out=p)
-        np.multiply(p, factor, out=p)
-        np.copyto(cut, p, casting="unsafe")
-        np.add(part, cut, out=part)
-        if (k + 1) % _PART == 0 or k + 1 == a.shape[1]:
-            np.add(total, part, out=total)
-            part[...] = 0
-    return total
+    def __init__(self, core: TensorCore, shape: tuple[int, ...]) -> None:
+        self.core = core
+        self.acc, self.total = np.empty((2, *shape))
+        self.bits = np.empty(shape, np.int64)
+        self.product = np.empty(shape, np.float32)
+        self.factor, self.cut, self.part = np.empty((3, *shape), np.int32)
+        self.shift, self.e_max = np.empty((2, *shape), np.int16)
+        self.most = np.full(shape, core.fraction_bits + 127, np.int16)  # np.maximum is slow with a scalar
+        self.top, self.exponent = np.empty((2, *shape), np.int8)
 
+    def add(self, x: _Operand, y: _Operand, g: int) -> None:
+        """acc becomes the result of group g of x and y with acc."""
+        core, acc, total, e_max = self.core, self.acc, self.total, self.e_max
+        fraction_bits = core.fraction_bits
+        special = self._special(x, y, g)
+        self._exponents(x, y, g)
+        repair = np.flatnonzero(self.shift < _LEAST)
+        if len(repair):
+            redone = self._one_by_one(x, y, g, repair)
+        tiny = e_max.min(initial=0) < fraction_bits - 149
+        if tiny:  # exponents of fp32, not of its values in fp64
+            np.copyto(e_max, np.maximum(e_max, np.where(acc == 0, core.zero_exponent, -126).astype(np.int16)))
+            scale = x.top[:, g, :, None] + y.top[:, g, None, :]
+            np.subtract(e_max, scale, out=self.shift)
+        self._sum_of_cut_terms(x, y, g)
+        np.bitwise_and(total.view(np.int64), np.int64(-1 << 29), out=acc.view(np.int64))  # 24 bits are left
+        np.subtract(np.int64(2046 << 52), self.bits, out=self.bits)  # 2^-n of 2^n
+        np.multiply(acc, self.bits.view(np.float64), out=acc)
+        if tiny:
+            acc *= 2.0**149
+            np.trunc(acc, out=acc)
+            acc *= 2.0**-149
+        if e_max.max(initial=0) >= 122:  # L + 1 terms below 2^(e_max + 2)
+            acc[acc >= 2.0**128], acc[acc <= -2.0**128] = np.inf, -np.inf
+        if len(repair):
+            acc.reshape(-1)[repair] = redone
+        if special is not None:
+            np.copyto(acc, special, where=~np.isfinite(special))
 
-def _pack(total: NDArray[np.float64], e_max: NDArray[np.int16], core: TensorCore) -> NDArray[np.float32]:
-    """The group's sum in units of the grid, cut to fp32."""
-    total.view(np.int64)[...] &= -1 << 29
-    total *= _power(e_max - core.fraction_bits)
-    if e_max.min(initial=0) < core.fraction_bits - 149:
-        total *= 2.0**149
-        np.trunc(total, out=total)
-        total *= 2.0**-149
-    return total.astype(np.float32)
+    def _exponents(self, x: _Operand, y: _Operand, g: int) -> None:
+        """e_max, and shift: the same in the operands' scale; both right where shift >= _LEAST."""
+        top, e, shift, e_max, bits = self.top, self.exponent, self.shift, self.e_max, self.bits
+        a, b = x.relative[:, g, :, :, None], y.relative[:, g, :, None]
+        np.add(a[:, 0], b[:, 0], out=top)
+        for k in range(1, a.shape[1]):
+            np.add(a[:, k], b[:, k], out=e)
+            np.maximum(top, e, out=top)
+        x_top, y_top = x.top[:, g, :, None], y.top[:, g, None]
+        np.right_shift(self.acc.view(np.int64), 52, out=bits)
+        np.copyto(e_max, bits, casting="unsafe")
+        np.bitwise_and(e_max, np.int16(2047), out=e_max)
+        np.subtract(e_max, x_top + np.int16(1023), out=e_max)
+        np.subtract(e_max, y_top, out=e_max)
+        np.copyto(shift, top)
+        np.maximum(shift, e_max, out=shift)
+        np.add(shift, x_top, out=e_max)
+        np.add(e_max, y_top, out=e_max)
 
+    def _sum_of_cut_terms(self, x: _Operand, y: _Operand, g: int) -> None:
+        """total, in units of 2^(e_max - F); leaves 2^(F - e_max) in bits."""
+        p, cut, part, total, bits, factor = self.product, self.cut, self.part, self.total, self.bits, self.factor
+        fraction_bits = self.core.fraction_bits
+        np.copyto(bits, self.e_max)
+        np.subtract(np.int64(fraction_bits + 1023), bits, out=bits)
+        np.left_shift(bits, 52, out=bits)
+        np.multiply(self.acc, bits.view(np.float64), out=total)
+        np.copyto(part, total, casting="unsafe")  # the cut
 
-def _one_by_one(x: _Operand, y: _Operand, g: int, n: NDArray, i: NDArray, j: NDArray,
-                acc: NDArray[np.float32], core: TensorCore) -> NDArray[np.float32]:
-    """The group's result for single elements, without scaling."""
-    a, b = x.values[n, g, :, i].astype(np.float64), y.values[n, g, :, j].astype(np.float64)
-    e = np.where(a * b == 0, core.zero_exponent, x.exponent[n, g, :, i] + y.exponent[n, g, :, j])
-    e_max = np.maximum(e.max(axis=1), _acc_exponent(acc, core))
-    total = _cut_acc(acc, e_max, core)
-    unit = _power(core.fraction_bits - e_max)
-    for k in range(a.shape[1]):
-        total += np.trunc(a[:, k] * b[:, k] * unit)
-    return _pack(total, e_max, core)
+        np.minimum(self.shift, self.most, out=self.shift)
+        np.subtract(self.most, self.shift, out=self.shift)
+        np.copyto(factor, self.shift)
+        np.left_shift(factor, 23, out=factor)
+        scale = factor.view(np.float32)  # 2^(F - shift), 0 where all products are cut to 0
+        a, b = x.scaled[:, g, :, :, None], y.scaled[:, g, :, None]
+        for k in range(a.shape[1]):
+            np.multiply(a[:, k], b[:, k], out=p)
+            np.multiply(p, scale, out=p)
+            if k == _PART:
+                np.copyto(total, part)
+                np.copyto(part, p, casting="unsafe")
+            else:
+                np.copyto(cut, p, casting="unsafe")
+                np.add(part, cut, out=part)
+        if a.shape[1] <= _PART:
+            np.copyto(total, part)
+        else:
+            np.copyto(self.acc, part)
+            np.add(total, self.acc, out=total)
 
+    def _one_by_one(self, x: _Operand, y: _Operand, g: int, flat: NDArray[np.intp]) -> NDArray[np.float64]:
+        """The results of single elements of the block, without scaling."""
+        core, result = self.core, np.empty(len(flat))
+        for start in range(0, len(flat), _REPAIRS):
+            n, i, j = np.unravel_index(flat[start:start + _REPAIRS], self.acc.shape)
+            acc = self.acc[n, i, j]
+            a, b = x.values[n, g, :, i].astype(np.float64), y.values[n, g, :, j].astype(np.float64)
+            terms = np.where(np.isfinite(a) & np.isfinite(b), a * b, 0)
+            e = np.where(terms == 0, core.zero_exponent, x.exponent[n, g, :, i] + y.exponent[n, g, :, j])
+            acc_e = np.where(acc == 0, core.zero_exponent, np.maximum(np.frexp(acc)[1] - 1, -126))
+            e_max = np.maximum(e.max(axis=1), acc_e)
+            unit = _power(e_max - core.fraction_bits)
+            total = np.trunc(acc / unit)
+            for k in range(terms.shape[1]):
+                total += np.trunc(terms[:, k] / unit)
+            total.view(np.int64)[...] &= -1 << 29
+            total = np.trunc(total * unit * 2.0**149) * 2.0**-149
+            result[start:start + _REPAIRS] = np.where(np.abs(total) >= 2.0**128, np.copysign(np.inf, total), total)
+        return result
 
-def _special(x: _Operand, y: _Operand, g: int, acc: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Inf or NaN where a term is: in fp64 nothing else can be, for finite terms stay below 2^261."""
-    s = acc.astype(np.float64)
-    a, b = x.raw[:, g].astype(np.float64), y.raw[:, g].astype(np.float64)
-    for k in range(a.shape[1]):
-        s += a[:, k, :, None] * b[:, k, None, :]
-    return s
+    def _special(self, x: _Operand, y: _Operand, g: int) -> NDArray[np.float64] | None:
+        """Inf or NaN where a term is: in fp64 nothing else can be, for finite terms stay below 2^261.
+
+        Sets such accumulators to 0.
+        """
+        finite = np.isfinite(self.acc)
+        if x.finite and y.finite and finite.all():
+            return None
+        total = self.acc.copy()
+        a, b = x.values[:, g, :, :, None].astype(np.float64), y.values[:, g, :, None].astype(np.float64)
+        for k in range(a.shape[1]):
+            total += a[:, k] * b[:, k]
+        self.acc[~finite] = 0
+        return total
