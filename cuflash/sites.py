@@ -29,7 +29,7 @@ class Rounder:
         self.precision, self.direction, self.layer, self.module = precision, direction, layer, module
         self.key, self.watch, self.heads, self.samples = key, watch, heads, samples
         self.dtype = np.float64 if precision.is_fp64 else np.float32
-        self._table = precision.sites_for(direction, layer, module, int(heads[0]))
+        self._table = precision.sites_for(direction, layer, module, int(heads[0]) if len(heads) else 0)
         self._rounding = {r: (format_named(r.format), mode_named(r.mode)) for r in set(self._table.values())}
         self.at()
 
