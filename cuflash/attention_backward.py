@@ -48,19 +48,19 @@ def backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.
             if end == 0:
                 continue
             visible = shape.visible(r0, r1, 0, end)
-            rnd.at(q=r0, visible=visible)
             shown = _shown(visible, lse[:, r0:r1])
+            rnd.at(q=r0, visible=shown)
             s = scores(q[:, r0:r1], k[:, :end], rnd, math, scale, visible)
             m_rows, l_rows = (x if x is None else x[:, r0:r1] for x in (m, l))
             p = _probabilities(s, lse[:, r0:r1], m_rows, l_rows, rnd, math, scale, shown)
             p_bwd, p_ds = rnd("attn.p_bwd", p), rnd("attn.p_ds", p)
-            dp = _mask(rnd("attn.dp", math.dot(do[:, r0:r1], "attn.do", v[:, :end].swapaxes(-1, -2), "attn.v")), shown)
+            dp = rnd("attn.dp", math.dot(do[:, r0:r1], "attn.do", v[:, :end].swapaxes(-1, -2), "attn.v"))
             if precision.delta_from == "p_dp":
-                delta_rows = _delta_from_p(rnd("attn.delta_prod", p_ds * dp), shape, tiles.dq, r0, fa2)
+                delta_rows = _delta_from_p(_mask(rnd("attn.delta_prod", p_ds * dp), shown), shape, tiles.dq, r0, fa2)
                 delta_rows = rnd("attn.delta", delta_rows)
             else:
                 delta_rows = delta[:, r0:r1]
-            dpd = _mask(rnd("attn.dpd", dp - delta_rows[..., None]), shown)
+            dpd = rnd("attn.dpd", dp - delta_rows[..., None])
             ds = _mask(rnd("attn.ds", p_ds * dpd if fa2 else (p_ds * scale) * dpd), shown)
             _add_dkdv(out, p_bwd, ds, q, do, rnd, math, shape, tiles.dkdv, r0, r1)
             _add_dq(out, ds, k, rnd, math, shape, tiles.dq, r0, r1)

@@ -187,6 +187,13 @@ class Precision:
             if name in self.merged and rounding != Rounding():
                 raise ValueError(_merged_message(name, self))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # kept: a precision is the key of caches on every call of attention
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+
     @classmethod
     def named(cls, name: str) -> "Precision":
         """A canonical precision: fp32, fp64, bf16 (bf16-paper), bf16-fa2, fp16-fa2, bf16-stream, all-FORMAT."""

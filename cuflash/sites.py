@@ -34,7 +34,11 @@ class Rounder:
         self.at()
 
     def at(self, q: int = 0, k: int = 0, tile: int = 0, visible: np.ndarray | None = None) -> None:
-        """Where the next arrays lie: first query row, first key, numeric tile, mask of (q, k) values."""
+        """Where the next arrays lie: first query row, first key, numeric tile.
+
+        `visible` masks (q, k) values: outside it they count for nothing, and read as −Inf (s, s_scaled,
+        x, x_bwd) or 0, whatever the array holds there.
+        """
         self.q, self.k, self.tile, self.visible = q, k, tile, visible
 
     def format(self, site: str) -> str:

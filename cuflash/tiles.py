@@ -5,6 +5,7 @@ of its Br × Bc entries is visible (numerics.md section 7).
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,8 +22,9 @@ class Shape:
         """The last key that query `row` sees; below 0 if it sees none."""
         return row + self.tk - self.tq if self.causal else self.tk - 1
 
+    @lru_cache(maxsize=64)  # of the few shapes a run has; a mask is at most a tile of rows high
     def visible(self, q0: int, q1: int, k0: int, k1: int) -> np.ndarray | None:
-        """Mask (q1 − q0, k1 − k0), True where visible; None where all are."""
+        """Mask (q1 − q0, k1 − k0), True where visible; None where all are. Not to be changed."""
         if self.last_key(q0) >= k1 - 1:
             return None
         return np.arange(k0, k1) <= np.arange(q0, q1)[:, None] + (self.tk - self.tq)
