@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("cuflash.cli.audit:audit", "Which roundings of attention are biased, on captured q, k, v, dO."),
     "sites": ("cuflash.cli.sites:sites", "The rounding sites and their formats under a precision."),
     "explain": ("cuflash.cli.explain:explain", "One rounding or one sum, shown bit by bit."),
+    "bench": ("cuflash.cli.bench:bench", "Speed of the kernels, beside torch where it is installed."),
     "info": ("cuflash.cli.info:info", "Device, versions, what can run here and why not."),
 }
 
