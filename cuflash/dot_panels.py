@@ -37,8 +37,9 @@ def blocks(out: NDArray[np.float32]) -> Iterator[slice]:
 def sequential_panel(x: NDArray, y: NDArray, out: NDArray) -> None:
     """acc = fma(a, b, acc), k ascending.
 
-    Where fp32 holds every product of a k exactly, the fma is a product and a sum: always for fp16, nearly
-    always for bf16 and tf32. Elsewhere fp64 holds the product.
+    Three ways, by what the values of one k allow: where fp32 holds every product, a product and a sum in fp32
+    (always for fp16, nearly always for bf16 and tf32); where products have at most 24 bits, the sum in fp64,
+    cast; else the sum in fp64, cast where the cast cannot round wrongly, and repaired first where it can.
     """
     for k in range(0, x.shape[1], CHUNK):
         xk, yk = x[:, k:k + CHUNK], np.ascontiguousarray(y[:, k:k + CHUNK])
@@ -47,9 +48,9 @@ def sequential_panel(x: NDArray, y: NDArray, out: NDArray) -> None:
             xi = np.ascontiguousarray(xk[:, :, i])
             x_bits, x_low, x_high = _extent(xi)
             bits = x_bits + y_bits  # a product's last bit is no lower than its exponent less this
-            exact = (bits <= 22) & (x_low * y_low >= np.ldexp(1.0, bits - 149)) & (x_high * y_high < 2.0**128)
+            tiny = x_low * y_low < np.ldexp(1.0, bits - 149)  # may have bits below 2^-149
             acc = np.ascontiguousarray(out[:, i])
-            _fma_chunk(xi[..., None], yk[:, :, None], acc, exact)
+            _fma_chunk(xi[..., None], yk[:, :, None], acc, bits <= 22, tiny, x_high * y_high < 2.0**128)
             out[:, i] = acc
 
 
@@ -62,41 +63,53 @@ def _extent(x: NDArray) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[
     return np.where(words == 0, 0, bits), np.where(a == 0, np.inf, a).min(axis=(0, 2)), a.max(axis=(0, 2))
 
 
-def _fma_chunk(x: NDArray, y: NDArray, acc: NDArray, exact: NDArray[np.bool_]) -> None:
-    """acc takes the products of x (n, K, rows, 1) and y (n, K, 1, cols), those of `exact` k in fp32."""
+def _fma_chunk(x: NDArray, y: NDArray, acc: NDArray, short: NDArray, tiny: NDArray, below: NDArray) -> None:
+    """acc takes the products of x (n, K, rows, 1) and y (n, K, 1, cols).
+
+    For each k: short, products have at most 24 bits; tiny, some may be finer than 2^-149; below, than 2^128.
+    """
+    exact = short & ~tiny & below
     p = np.empty_like(acc)
     if not exact.all():
         x64, y64 = x.astype(np.float64), y.astype(np.float64)
-        p64, acc64, spare = np.empty((3, *acc.shape))
+        p64, acc64, total = np.empty((3, *acc.shape))
     for k in range(x.shape[1]):
         if exact[k]:
             np.multiply(x[:, k], y[:, k], out=p)
             np.add(acc, p, out=acc)
+            continue
+        np.multiply(x64[:, k], y64[:, k], out=p64)
+        np.copyto(acc64, acc)
+        if short[k]:
+            # acc and p of 24 bits: fl64 is exact, or one is below 2^-28 of the other and cannot bring the sum
+            # to a point midway between two fp32 numbers, so that two roundings are one.
+            np.add(acc64, p64, out=total)
+            np.copyto(acc, total, casting="unsafe")
         else:
-            np.multiply(x64[:, k], y64[:, k], out=p64)
-            np.copyto(acc64, acc)
-            _add_rounded(p64, acc64, acc, spare)
+            _add_rounded(p64, acc64, acc, total, bool(tiny[k]))
 
 
-def _add_rounded(p: NDArray, q: NDArray, out: NDArray, s: NDArray) -> None:
+def _add_rounded(p: NDArray, q: NDArray, out: NDArray, s: NDArray, tiny: bool) -> None:
     """out (fp32) = p + q (fp64), rounded once; s is scratch, all contiguous.
 
-    fl64(p + q) rounds to fp32 as p + q does unless it is a point midway between two fp32 numbers,
-    whose last 28 bits are 0 (subnormal results included). Such sums are moved off by the sign of their error.
+    fl64(p + q) rounds to fp32 as p + q does unless it is a point midway between two fp32 numbers: its last 29
+    bits are 100… or, where p + q may be finer than 2^-149 (tiny), it is subnormal. Such sums are moved off by
+    the sign of their error.
     """
     np.add(p, q, out=s)
-    low = s.view(np.int64) & 0x0FFFFFFF
-    if low.min() == 0:
-        at = np.flatnonzero(low == 0)
-        if len(at) > s.size // 16:  # gathering costs more than the whole
-            error = _two_sum(p, q)[1].reshape(-1)
-            at = np.flatnonzero((low.reshape(-1) == 0) & (error != 0))
-            error = error[at]
-        else:
-            error = _two_sum(p.reshape(-1)[at], q.reshape(-1)[at])[1]
+    doubtful = (s.view(np.int64) & 0x1FFFFFFF) == 1 << 28
+    if tiny:
+        doubtful |= (np.abs(s) < 2.0**-126) & (s != 0)
+    at = np.flatnonzero(doubtful)
+    if len(at) > s.size // 16:  # gathering costs more than the whole
+        error = _two_sum(p, q)[1].reshape(-1)
+        at = at[error[at] != 0]
+        error = error[at]
+    else:
+        error = _two_sum(p.reshape(-1)[at], q.reshape(-1)[at])[1]
+    if len(at):
         sum_ = s.reshape(-1)[at]
-        moved = np.nextafter(sum_, np.copysign(np.inf, error))
-        s.reshape(-1)[at] = np.where(np.isfinite(sum_) & (error != 0), moved, sum_)
+        s.reshape(-1)[at] = np.where(error != 0, np.nextafter(sum_, np.copysign(np.inf, error)), sum_)
     np.copyto(out, s, casting="unsafe")
 
 
@@ -139,7 +152,7 @@ def exact_panel(x: NDArray, y: NDArray, out: NDArray) -> None:
 def _add_rounded_toward(s: NDArray, e: NDArray, direction: float, rest: NDArray, out: NDArray) -> None:
     # e was itself rounded where rest is not 0: one step outward keeps the bound.
     e = np.where(rest > 0, np.nextafter(e, direction), e)
-    _add_rounded(s, e, out, np.empty_like(s))
+    _add_rounded(s, e, out, np.empty_like(s), tiny=True)
 
 
 def _exact_dot(a: NDArray, b: NDArray, c: np.float32) -> np.float32:

@@ -130,11 +130,12 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
     a, b, c = (rng.standard_normal(s) for s in (sa, sb, sc))
     wide = 12 if name == "fp16" else 30
     if kind == "wide":
-        a, b, c = scattered(rng, sa, -wide, wide), scattered(rng, sb, -wide, wide), scattered(rng, sc, -wide, wide)
+        a, b, c = scattered(rng, sa, -wide, wide), scattered(rng, sb, -wide, wide), scattered(rng, sc, -140, 128)
     elif kind == "one sign":
         a, b, c = abs(a), abs(b), abs(c)
     elif kind == "top significands":  # sums of products just below 4
-        a, b, c = (np.full(s, 2.0 - 2.0**-f.mantissa_bits) * rng.choice([1, 1, 1, 0.5], s) for s in (sa, sb, sc))
+        a, b, c = (np.full(s, 2.0 - 2.0**-f.mantissa_bits) for s in (sa, sb, sc))
+        a, b, c = a * rng.choice([1, -1], (rows, 1)), b * rng.choice([1, 2], (1, cols)), c * rng.choice([1, -1], sc)
     elif kind == "cancellation":
         half = depth // 2
         a[:, half:2 * half] = a[:, :half]
@@ -154,10 +155,14 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
         a, b, c = some(rng, a, 0.6, [0.0, -0.0]), some(rng, b, 0.6, [0.0, -0.0]), some(rng, c, 0.6, [0.0, -0.0])
         a[:3], b[:, :3] = 0, 0
     elif kind == "lonely":  # rows and columns whose largest elements never meet
-        a, b = scattered(rng, sa, -14, -10), scattered(rng, sb, -14, -10)
-        a[:, ::2] *= 2.0**24 if name != "fp16" else 2.0**8
-        b[::2] *= 0 if rng.random() < 0.3 else 2.0**-10 if name == "fp16" else 2.0**-60
-        c = c * rng.choice([0, 2.0**-20, 2.0**-90, 1], sc)
+        high, low = ((10, 14), (-24, -4)) if name == "fp16" else ((30, 34), (-45, -5))
+        a, b = scattered(rng, sa, *low), scattered(rng, sb, *low)
+        a[:, ::2], b[1::2] = scattered(rng, a[:, ::2].shape, *high), scattered(rng, b[1::2].shape, *high)
+        a, b[:, :3] = some(rng, a, 0.2, [0.0]), some(rng, b[:, :3], 0.7, [0.0])
+        if name != "fp16":
+            scales = [1, 2.0**-75, 2.0**51]
+            a, b = a * rng.choice(scales, (rows, 1)), b * rng.choice(scales, (1, cols))
+        c = c * rng.choice([0, 2.0**-140, 2.0**-90, 1], sc)
     elif kind == "non-finite":
         odd = [INF, -INF, math.nan, 0.0]
         a, b, c = some(rng, a, 0.01, odd), some(rng, b, 0.01, odd), some(rng, c, 0.05, odd)
@@ -168,6 +173,10 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
         else:
             a, b = scattered(rng, sa, 61, 64), scattered(rng, sb, 61, 64)
             c = rng.choice([-1, 0, 1], sc) * np.float32(3.4028235e38)
+    elif kind == "overflow by sum":  # and back: Inf stays
+        low, high = (13, 15) if name == "fp16" else (60, 63)
+        signs = np.where(np.arange(depth) // 16 % 2, -1, 1)
+        a, b, c = signs * abs(scattered(rng, sa, low, high)), abs(scattered(rng, sb, low, high)), c * 2.0**110
     elif kind == "zero term":  # products below 2^-133: the exponent of a zero is the largest
         a, b = scattered(rng, sa, -73, -69), scattered(rng, sb, -73, -69)
         c = np.zeros(sc)
@@ -178,7 +187,7 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
 
 
 KINDS = ("normal", "wide", "one sign", "top significands", "cancellation", "small integers", "subnormal operands",
-         "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "zero term", "ties")
+         "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "overflow by sum", "zero term", "ties")
 DEPTHS = (1, 5, 16, 37, 48)
 
 
