@@ -1,0 +1,124 @@
+// What the kernels of attention's backward share: their arguments, and P and dS of one element.
+#pragma once
+
+#include "functions.cuh"
+#include "sites.cuh"
+#include "tiles.cuh"
+
+// ---- values as they lie in memory
+
+struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
+
+inline float value(float x) { return x; }
+inline float value(bf16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+inline float value(fp16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// Exact: x is a value of the format.
+inline void store(float* to, float x) { *to = x; }
+inline void store(bf16* to, float x) { to->bits = __float_as_uint(round_to<8, 7, mode_rne>(x)) >> 16; }
+inline void store(fp16* to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+
+// ---- arguments
+
+// What a query row brings to its elements: x = S·c − base (or S − base), dS = P·(dP − delta).
+struct alignas(8) Row {
+    float base, delta;
+};
+
+// The base of an empty row: a NaN that no operation gives.
+constexpr unsigned empty_base = 0x7FC0E397u;
+inline bool is_empty(float base) { return __float_as_uint(base) == empty_base; }
+
+struct Args {
+    Array<const void> q, k, v, dout;  // operands: rounded, as OPERAND or fp32
+    Array<void> dq, dk, dv;           // results
+    Row* rows;                        // (batch · heads, padded_rows)
+    float* inv_l;                     // likewise, 1/l; under p_bwd_from = m_l
+    void *p, *ds;                     // scratch of `count` heads and rows row0 to row1
+    float *dk_head, *dv_head;         // (batch · heads, tk, d) fp32: running sums, then each query head's share
+    const int* heads;                 // the query heads of this launch; null: all of them
+    long long padded_rows;
+    int listed;                       // how many heads these are
+    int first, count;                 // (sample, head) pairs of this launch, sample · listed + i
+    int tq, tk, d, causal;
+    int row0, row1;                   // query rows of this launch
+    int begins, ends;                 // whether sums start here, whether they are complete after
+    int n_heads, group;               // query heads in all, and per key/value head
+    int k_per_head, v_per_head;       // whether the operands k and v lie per query head
+    float scale, c;                   // α and fl(α·log₂e)
+    unsigned seed_low, seed_high, step, layer, sample;
+
+    Shape shape() const { return {tq, tk, causal != 0}; }
+};
+
+// One (sample, head) of a launch.
+struct Place {
+    int sample, head, kv, pair, slot;  // pair: sample · n_heads + head; slot: its place in the scratch
+
+    Place(const Args& args, int slot_) : slot(slot_) {
+        const int i = args.first + slot;
+        sample = i / args.listed;
+        const int listed = i - sample * args.listed;
+        head = args.heads ? args.heads[listed] : listed;
+        kv = head / args.group;
+        pair = sample * args.n_heads + head;
+    }
+
+    At at(const Args& args) const {
+        At at{};
+        at.seed = make_uint2(args.seed_low, args.seed_high);
+        at.step = args.step, at.layer = args.layer, at.sample = args.sample + sample, at.head = head;
+        return at;
+    }
+
+    template <class T>
+    const T* rows_of(const Array<const void>& array, bool per_kv) const {
+        return static_cast<const T*>(array.data) + sample * array.batch + (per_kv ? kv : head) * array.head;
+    }
+};
+
+// ---- one element
+
+// 2^x by the function unit.
+inline float ex2_mufu(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float exponential(float x) {
+    if constexpr (exp_mufu) return order_fa2 ? ex2_mufu(x) : ex2_mufu(x * functions::LOG2E);
+    else return order_fa2 ? exp2_defined(x) : exp_defined(x);
+}
+
+// P before its rounding, from the dot product S.
+inline float probability(float s, float base, float inv_l, const Args& args, const At& at) {
+    s = rnd<attn_s>(s, at);
+    if constexpr (order_fa2) {
+        s = s * args.c;
+    } else {
+        s = rnd<attn_s_scaled>(s * args.scale, at);
+    }
+    const float p = exponential(rnd<attn_x_bwd>(s - base, at));
+    return p_bwd_from_m_l ? p * inv_l : p;
+}
+
+// dS from P and the dot product dP.
+inline float score_gradient(float p, float dp, float delta, const Args& args, const At& at) {
+    p = rnd<attn_p_ds>(p, at);
+    const float dpd = rnd<attn_dpd>(rnd<attn_dp>(dp, at) - delta, at);
+    return rnd<attn_ds>(order_fa2 ? p * dpd : (p * args.scale) * dpd, at);
+}
+
+// ---- a finished gradient
+
+// dQ, dK or dV of a query head before it is returned.
+template <class Site>
+inline float finished(float x, bool scaled, const Args& args, const At& at) {
+    return rnd<Site>(order_fa2 && scaled ? x * args.scale : x, at);
+}
