@@ -1,8 +1,8 @@
 """The tensor core's dot product, bit for bit (numerics §5), on NumPy arrays.
 
-One group is L products and the accumulator, cut to a common grid and summed. Per product the dense
-path makes six passes over the block: two in int8 for the largest exponent (max-plus), two in fp32 for
-a·b·2^shift, where truncation to int32 is the cut, and one sum. It relies on three facts:
+One group is L products and the accumulator, cut to a common grid and summed. A product costs six
+passes over the block: two in int8 for the largest exponent (sum, maximum), two in fp32 for a·b·2^(F - shift),
+a conversion to int32, whose truncation is the cut, and the sum. This relies on three facts:
 
 - operands are scaled by the largest exponent of their group of L (row or column), so products lie below 4;
 - an operand 2^62 below that is set to 0: where the group's largest product exponent is at least -36
@@ -71,10 +71,8 @@ class _Operand:
         groups = -(-depth // length)
         values = np.zeros((n, groups * length, m), np.float32)
         values[:, :depth] = x
-        self.values = values.reshape(n, groups, length, m)
-        finite = np.isfinite(self.values)
-        self.finite = bool(finite.all())
-        values = self.values if self.finite else np.where(finite, self.values, np.float32(0))
+        self.values = values = values.reshape(n, groups, length, m)
+        self.finite = bool(np.isfinite(values).all())
 
         exponent = (values.view(np.int32) >> 23 & 255).astype(np.int16)
         exponent -= np.int16(127)
@@ -137,7 +135,7 @@ class _Group:
             acc[acc >= 2.0**128], acc[acc <= -2.0**128] = np.inf, -np.inf
         if len(repair):
             acc.reshape(-1)[repair] = redone
-        if special is not None:
+        if special is not None:  # whatever the steps above made of Inf and NaN
             np.copyto(acc, special, where=~np.isfinite(special))
 
     def _exponents(self, x: _Operand, y: _Operand, g: int) -> None:
@@ -197,7 +195,7 @@ class _Group:
             n, i, j = np.unravel_index(flat[start:start + _REPAIRS], self.acc.shape)
             acc = self.acc[n, i, j]
             a, b = x.values[n, g, :, i].astype(np.float64), y.values[n, g, :, j].astype(np.float64)
-            terms = np.where(np.isfinite(a) & np.isfinite(b), a * b, 0)
+            terms = a * b
             e = np.where(terms == 0, core.zero_exponent, x.exponent[n, g, :, i] + y.exponent[n, g, :, j])
             acc_e = np.where(acc == 0, core.zero_exponent, np.maximum(np.frexp(acc)[1] - 1, -126))
             e_max = np.maximum(e.max(axis=1), acc_e)
@@ -211,16 +209,11 @@ class _Group:
         return result
 
     def _special(self, x: _Operand, y: _Operand, g: int) -> NDArray[np.float64] | None:
-        """Inf or NaN where a term is: in fp64 nothing else can be, for finite terms stay below 2^261.
-
-        Sets such accumulators to 0.
-        """
-        finite = np.isfinite(self.acc)
-        if x.finite and y.finite and finite.all():
+        """Where a term is Inf or NaN, the result; elsewhere finite, for in fp64 other terms sum to below 2^261."""
+        if x.finite and y.finite and np.isfinite(self.acc).all():
             return None
         total = self.acc.copy()
         a, b = x.values[:, g, :, :, None].astype(np.float64), y.values[:, g, :, None].astype(np.float64)
         for k in range(a.shape[1]):
             total += a[:, k] * b[:, k]
-        self.acc[~finite] = 0
         return total
