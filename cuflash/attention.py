@@ -6,7 +6,9 @@ kernels; both give the same bits under an accumulator and exp other than `librar
 Supported: causal masks (bottom-right aligned), grouped and multi-query heads, Tq ≠ Tk, head dims 1
 to 256. Not supported: dropout, bias, ALiBi, windows, softcap, variable-length batches, paged KV.
 """
+import functools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ LAYOUTS = ("bhtd", "bthd")
 STATS = ("ties", "changed", "capped")  # what saved.stats counts, in rows
 DEFAULTS = {"float32": "fp32", "bfloat16": "bf16-fa2", "float16": "fp16-fa2", "float64": "fp64"}
 INPUTS = (*DEFAULTS, "float8_e4m3fn", "float8_e5m2")
+GPU_INPUTS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +65,13 @@ class Saved:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", as_precision(self.precision))
         object.__setattr__(self, "fix", as_fix(self.fix))
-        _check_array("o", self.o, self.q.shape)
+        _check_array("o", self.o, self.q.shape, self.q)
         rows = _row_shape(self.q, self.layout)
         for name in ("lse", "m", "l"):
             if name == "lse" or getattr(self, name) is not None:
-                _check_array(name, getattr(self, name), rows)
+                _check_array(name, getattr(self, name), rows, self.q)
         if self.o_unrounded is not None:
-            _check_array("o_unrounded", self.o_unrounded, self.q.shape)
+            _check_array("o_unrounded", self.o_unrounded, self.q.shape, self.q)
 
 
 def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
@@ -127,7 +130,7 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
     """
     p = saved.precision if precision is None else as_precision(precision)
     call = _call(saved.q, saved.k, saved.v, saved.causal, saved.scale, p, saved.fix, saved.layout, saved.key)
-    _check_array("do", do, saved.q.shape)
+    _check_array("do", do, saved.q.shape, saved.q)
     needed = {"m_l": ("m", "l")}.get(p.p_bwd_from, ()) + {"o_unrounded": ("o_unrounded",)}.get(p.delta_from, ())
     for name in needed:
         if getattr(saved, name) is None:
@@ -170,11 +173,10 @@ class _Call(NamedTuple):
 def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision, fix: Fix | str,
           layout: str, key: Key | None) -> _Call:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, np.ndarray):
+        if not (isinstance(x, np.ndarray) or _on_gpu(x)):
             raise TypeError(f"{name} must be a NumPy or CuPy array, not {type(x).__name__}; "
                             "torch and JAX arrays come in through cupy.from_dlpack")
-        if x.dtype.name not in INPUTS:
-            raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(INPUTS)}")
+        _check_kind(name, x, q)
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
     if layout not in LAYOUTS:
@@ -195,11 +197,16 @@ def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: 
         raise ValueError(f"scale is {scale}; valid: a finite number" + (", above 0 under order=fa2" if precision.order == "fa2" else ""))
     if key is not None and not isinstance(key, Key):
         raise TypeError(f"key must be a cuflash.Key, not {type(key).__name__}")
-    roundings = {*precision.sites, *(o.rounding for o in precision.overrides)}
-    if key is None and any(mode_named(r.mode).needs_key for r in roundings):
+    if key is None and _needs_key(precision):
         raise ValueError("this precision rounds stochastically: pass key=cuflash.Key(seed)")
     views = (_heads_first(x, layout) for x in (q, k, v))
     return _Call(*views, Shape(tq, tk, bool(causal)), float(scale), precision, as_fix(fix), layout, key or Key(0))
+
+
+@functools.lru_cache(maxsize=1024)
+def _needs_key(precision: Precision) -> bool:
+    roundings = {*precision.sites, *(o.rounding for o in precision.overrides)}
+    return any(mode_named(r.mode).needs_key for r in roundings)
 
 
 def _default_precision(q: Any) -> Precision:
@@ -235,17 +242,35 @@ def _row_shape(q: Any, layout: str) -> tuple[int, ...]:
     return (*lead, heads, tq) if q.ndim > 2 else (tq,)
 
 
-def _check_array(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(x, np.ndarray):
+def _on_gpu(x: Any) -> bool:
+    """Whether x is a CuPy array. CuPy is not imported to find out."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def _check_kind(name: str, x: Any, q: Any) -> None:
+    """Raises unless x is an array like q, NumPy's or CuPy's, on the same device, of a dtype that runs there."""
+    gpu = _on_gpu(x)
+    if gpu != _on_gpu(q):
+        raise TypeError(f"{name} is a {type(x).__module__} array and q a {type(q).__module__} array: pass both alike")
+    if gpu and x.device != q.device:
+        raise ValueError(f"{name} lies on {x.device}, q on {q.device}: move them to one device")
+    valid = GPU_INPUTS if gpu else INPUTS
+    if x.dtype.name not in valid:
+        cast = "; on a GPU cast it, as by .astype('float32')" if gpu else ""
+        raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(valid)}{cast}")
+
+
+def _check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
+    if not (isinstance(x, np.ndarray) or _on_gpu(x)):
         raise TypeError(f"{name} must be an array like q's, not {type(x).__name__}")
     if x.shape != tuple(shape):
         raise ValueError(f"{name} has shape {x.shape}; it must be {tuple(shape)}")
-    if x.dtype.name not in INPUTS:
-        raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(INPUTS)}")
+    _check_kind(name, x, q)
 
 
 def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
-    if not isinstance(out, np.ndarray) or out.shape != q.shape:
+    if not (isinstance(out, np.ndarray) or _on_gpu(out)) or _on_gpu(out) != _on_gpu(q) or out.shape != q.shape:
         raise ValueError(f"out must be an array of shape {q.shape}, not {getattr(out, 'shape', type(out).__name__)}")
     if not np.can_cast(dtype, out.dtype, "safe"):
         raise ValueError(f"out has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
@@ -258,6 +283,8 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
              fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
     p = _default_precision(q) if precision is None else as_precision(precision)
     call = _call(q, k, v, causal, scale, p, fix, layout, key)
+    if _on_gpu(q):
+        return _forward_cuda(call, q, k, v, out, key, watch)
     b, hq, tq, d = call.q.shape
     real = np.float64 if p.is_fp64 else np.float32
     full = attention_forward.Forward.empty((b, hq), tq, d, real)
@@ -349,11 +376,17 @@ def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -
 
 
 def _result_dtype(call: _Call, direction: str, site: str) -> np.dtype:
+    """The dtype of a result; on a GPU fp32 stands for those that CuPy does not have."""
+    dtype = _stored(call.precision, direction, call.key.layer, call.q.shape[1], site)
+    return dtype if not _on_gpu(call.q) or dtype.name in GPU_INPUTS else np.dtype(np.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored(precision: Precision, direction: str, layer: int, heads: int, site: str) -> np.dtype:
     """The dtype of a result: that of its format, fp32 where heads differ or the format has none."""
-    p = call.precision
-    if p.is_fp64:
+    if precision.is_fp64:
         return np.dtype(np.float64)
-    formats = {p.sites_for(direction, call.key.layer, "", h)[site].format for h in range(max(call.q.shape[1], 1))}
+    formats = {precision.sites_for(direction, layer, "", h)[site].format for h in range(max(heads, 1))}
     return (storage_dtype(formats.pop()) if len(formats) == 1 else None) or np.dtype(np.float32)
 
 
@@ -363,3 +396,41 @@ def _restore(x: np.ndarray, call: _Call, shape: tuple[int, ...], dtype: np.dtype
     view = result.swapaxes(-3, -2) if call.layout == "bthd" else result
     view[...] = x.reshape(view.shape)
     return result
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
+    cupy = sys.modules["cupy"]
+    p = call.precision
+    if watch is not None:
+        raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
+    dtype = _result_dtype(call, "fwd", "attn.o")
+    if out is not None:
+        _check_out(out, q, dtype)
+    with q.device:
+        rows = _row_shape(q, call.layout)
+        # Written in place where the array's dtype and layout let a kernel do so.
+        direct = out is not None and out.dtype == dtype and _in_place(out, call.layout)
+        o = out if direct else cupy.empty(q.shape, dtype)
+        lse = cupy.empty(rows, np.float32)
+        m, l = (cupy.empty(rows, np.float32) if p.p_bwd_from == "m_l" else None for _ in range(2))
+        o_unrounded = cupy.empty(q.shape, np.float32) if p.delta_from == "o_unrounded" else None
+        stats = cupy.zeros(3, np.int64)
+        inputs = (x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else cupy.ascontiguousarray(x)
+                  for x in (call.q, call.k, call.v))
+        if o.size:
+            attention_forward.launch(*inputs, _heads_first(o, call.layout), lse, m, l,
+                                     None if o_unrounded is None else _heads_first(o_unrounded, call.layout),
+                                     stats, p, call.fix, call.shape, call.scale, call.key)
+        if out is not None and not direct:
+            out[...] = o
+            o = out
+    return o, Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=call.shape.causal, scale=call.scale,
+                    layout=call.layout, key=key, m=m, l=l, o_unrounded=o_unrounded, stats=stats)
+
+
+def _in_place(out: Any, layout: str) -> bool:
+    """Whether a kernel can write to `out` as it lies: (batch, heads, T, D) is a view of it, its last axis contiguous."""
+    view = _heads_first(out, layout)
+    return view.data.ptr == out.data.ptr and (out.shape[-1] == 1 or view.strides[-1] == out.itemsize)

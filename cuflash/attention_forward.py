@@ -6,13 +6,21 @@ over numeric tiles of keys with a running maximum m and row sum l (FlashAttentio
 `order` picks one of two bundles (numerics.md section 3): `eager`, each torch operation rounded by
 itself, and `fa2`, FlashAttention-2 as torch builds it. Every rounding is a call of rnd.
 """
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, join_columns, row_sum
 from cuflash.fixes import Fix
 from cuflash.formats import round_to
+from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, device_accumulator, precision_header, product_operand
+from cuflash.philox import Key
+from cuflash.precision import Precision
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -218,3 +226,145 @@ def _finish(o: np.ndarray, m: np.ndarray, l: np.ndarray, raw: np.ndarray, rnd: R
     out.o[...] = rnd("attn.o", o)
     out.lse[...] = rnd("attn.lse", lse)
     out.m[...], out.l[...] = m, l
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+# struct Parameters of cuda/attention_forward.cu: q, k, v, o, o_unrounded; lse, m, l, stats; lengths; key; scales.
+_PARAMETERS = Struct("@" + 5 * "Pqqq" + 4 * "P" + 8 * "q" + "Q" + 3 * "q" + 2 * "f")
+_DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16", "bf16"), "float16": ("fp16", "fp16")}  # format, CUDA
+
+
+class Geometry(NamedTuple):
+    """What a block executes at once: macros of cuda/attention_forward.cu. It changes no bits."""
+
+    rows: int  # of a warp
+    warps: int
+    keys: int
+    stages: int
+    blocks: int  # of an SM, at least
+    split: int  # blocks that share the columns of O
+    shared: int  # bytes
+
+
+class Launch(NamedTuple):
+    """A kernel for `heads` query heads from `first_head` on, which all round alike."""
+
+    kernel: Any
+    geometry: Geometry
+    first_head: int
+    heads: int
+
+
+def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int) -> Geometry:
+    """How a block works on the precision's tiles.
+
+    Args:
+        halves: whether the operands of QKᵀ, of P̄V have 16 bits.
+        capability: of the device, 90 for 9.0; says how much shared memory there is.
+    """
+    br, bc = precision.tiles(head_dim).forward
+    columns = -(-head_dim // 16) * 16
+    k_bytes, v_bytes = (2 if half else 4 for half in halves)
+    limit = SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
+    at_once = bc is not None and bc <= 128
+    split = 1 if at_once or columns <= 128 else 2
+
+    # A thread's registers hold S (keys / 2 for each 16 rows of the warp), O (columns / 2) and, where the product
+    # of a long tile starts from zero, that product: 192 of 255 can.
+    shapes = []
+    if at_once and all(halves):
+        if bc + columns <= 192 and (br is None or br % 32 == 0):
+            shapes.append((32, 4, bc, 2))
+        shapes += [(16, 8, bc, 2), (16, 8, bc, 1)]
+    if at_once:
+        shapes.append((16, 4, bc, 1))
+    shapes += [(16, 4, keys, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
+    for rows, warps, keys, stages in shapes:
+        v_columns = -(-columns // 16 // split) * 16
+        k_row, v_row = columns * k_bytes + 16, v_columns * v_bytes + 16
+        size = rows * warps * k_row + stages * keys * (k_row + v_row)
+        if size <= limit:
+            return Geometry(rows, warps, keys, stages, 1, split, size)
+    raise ValueError(f"head_dim {head_dim} needs {size} bytes of shared memory here, the device has {limit}")
+
+
+def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int, head: int, dtype: str, out: str,
+                      aligned: bool, count: bool, accumulator: str, capability: int) -> tuple[Geometry, dict[str, object], str]:
+    """Geometry, macros and precision.cuh of the kernel for one head.
+
+    Args:
+        dtype, out: NumPy's names of the dtypes of q, k, v and of O.
+        aligned: whether rows of q, k and v lie at multiples of 16 bytes.
+        count: whether ties are counted where no fix asks for it.
+    """
+    table = precision.sites_for("fwd", layer, "", head)
+    operands = [product_operand(table, sites, accumulator) for sites in PRODUCTS["fwd"].values()]
+    halves = [operand in ("bf16", "fp16") for operand in operands]
+    format, c_type = _DTYPES[dtype]
+    # Copied as they lie: the site keeps the dtype's values, and they are the operand (of 16 bits, or fp32).
+    lies = [operand if half else "fp32" for half, operand in zip(halves, operands)]
+    direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
+    g = geometry(precision, head_dim, halves, capability)
+    defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
+               "BLOCKS": g.blocks, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
+               "DIRECT": direct, "COUNT": count}
+    return g, defines, precision_header(precision, head_dim, "fwd", accumulator, fix, layer, head)
+
+
+_plans: dict[tuple, list[Launch]] = {}
+
+
+def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int, dtype: str, out: str, aligned: bool,
+          count: bool, device: int) -> list[Launch]:
+    """The kernels of a call: one for each run of heads that round alike."""
+    key = (precision, type(fix), fix.cuda_rule, fix.cuda_limited, tuple(fix.values.values()), head_dim, heads, layer,
+           dtype, out, aligned, count, device)
+    found = _plans.get(key)
+    if found is not None:
+        return found
+    capability = int(kernels.import_cupy().cuda.Device(device).compute_capability)
+    accumulator = device_accumulator(precision, capability)
+    tables = [precision.sites_for("fwd", layer, "", head) for head in range(heads)]
+    starts = [h for h in range(heads) if h == 0 or tables[h] != tables[h - 1]]
+    found = []
+    for first, end in zip(starts, [*starts[1:], heads]):
+        g, defines, header = compile_arguments(precision, fix, head_dim, layer, first, dtype, out, aligned, count,
+                                               accumulator, capability)
+        kernel = kernels.kernel("attention_forward", "attention_forward", defines, {"precision.cuh": header},
+                                shared=g.shared)
+        found.append(Launch(kernel, g, first, end - first))
+    if len(_plans) > 1000:
+        _plans.clear()
+    _plans[key] = found
+    return found
+
+
+def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded: Any, stats: Any,
+           precision: Precision, fix: Fix, shape: Shape, scale: float, key: Key) -> None:
+    """Queues the kernels on CuPy's current stream.
+
+    Args:
+        q, o, o_unrounded: (batch, heads, Tq, D), CuPy arrays with a contiguous last axis; k, v: (batch, kv_heads, Tk, D).
+        lse, m, l: (batch, heads, Tq) fp32, contiguous. m, l, o_unrounded (fp32) and stats ((3,) 64-bit integers,
+            added to) may be None.
+
+    Raises:
+        ValueError: this device cannot run the accumulator, or a user's mode or fix has no CUDA expression.
+    """
+    batch, heads, tq, d = q.shape
+    arrays = [(x.data.ptr, *(stride // x.itemsize for stride in x.strides[:3])) for x in (q, k, v, o)]
+    arrays.append((0, 0, 0, 0) if o_unrounded is None
+                  else (o_unrounded.data.ptr, *(stride // 4 for stride in o_unrounded.strides[:3])))
+    aligned = d % 8 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0 for x in (q, k, v))
+    pairs = (o.data.ptr | o.strides[0] | o.strides[1] | o.strides[2]) % (2 * o.itemsize) == 0
+    scale = float(np.float32(scale))
+    for run in _plan(precision, fix, d, heads, key.layer, q.dtype.name, o.dtype.name, aligned, stats is not None,
+                     q.device.id):
+        g = run.geometry
+        parameters = _PARAMETERS.pack(
+            *itertools.chain(*arrays), *(0 if x is None else x.data.ptr for x in (lse, m, l, stats)),
+            heads, run.first_head, run.heads, heads // max(k.shape[1], 1), tq, shape.tk, shape.causal, pairs,
+            key.seed, key.step, key.layer, key.sample, scale, float(np.float32(scale * LOG2E)))
+        blocks = -(-tq // (g.rows * g.warps)) * g.split * batch * run.heads
+        run.kernel((blocks,), (32 * g.warps,), (np.frombuffer(parameters, f"V{len(parameters)}"),), shared_mem=g.shared)

@@ -19,6 +19,10 @@ PRODUCTS = {
             "dk": ("attn.ds", "attn.q"), "dq": ("attn.ds", "attn.k")},
 }
 
+# Bytes of shared memory that a block may ask for, by compute capability (CUDA programming guide).
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
+                 103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
+
 
 def product_operand(table: dict[str, Rounding], sites: tuple[str, str], accumulator: str) -> str | None:
     """The format in which a tensor core takes a product's operands; None: `sequential`."""
@@ -26,6 +30,29 @@ def product_operand(table: dict[str, Rounding], sites: tuple[str, str], accumula
         return None
     common = common_format(*(table[site].format for site in sites))
     return common and common.name
+
+
+def device_accumulator(precision: Precision, capability: int) -> str:
+    """The accumulator of attention on a device (90 for compute capability 9.0): its own tensor core under `auto`.
+
+    Raises:
+        ValueError: the device does not have it.
+    """
+    if precision.is_fp64:
+        raise ValueError("precision fp64 runs on NumPy arrays only: cast with .astype('float32') for the GPU")
+    core = {8: "ampere", 9: "hopper"}.get(capability // 10)
+    wanted = precision.accumulator
+    if wanted in ("library", "exact") or precision.exp == "library":
+        what = f"accumulator={wanted}" if wanted in ("library", "exact") else "exp=library"
+        raise ValueError(f"{what} is not defined to the bit, so the kernels do not have it: use accumulator=auto or "
+                         "sequential and exp=defined or mufu, or NumPy arrays")
+    if wanted == "auto":
+        return core or "sequential"
+    # sm_100 and sm_120 are said to sum as hopper does; asked for by name, they are taken at that word.
+    if wanted not in ("sequential", core) and not (wanted == "hopper" and capability >= 100):
+        raise ValueError(f"accumulator={wanted} is not what this device has (compute capability {capability / 10}): "
+                         f"use auto, sequential{f' or {core}' if core else ''}, or the CPU reference by NumPy arrays")
+    return wanted
 
 
 def precision_header(precision: Precision, head_dim: int, direction: str, accumulator: str, fix: Fix,

@@ -1,0 +1,432 @@
+// Forward of attention: the twin of cuflash/attention_forward.py, to the bit.
+//
+//     S = α·QKᵀ    P̄ = exp(S − m)    O = P̄V / l    L = m + log l
+//
+// A block owns ROWS · WARPS query rows of one head and walks over the numeric tiles of keys that they visit.
+// A warp owns whole rows, in fragments of mma.cuh: a thread has rows g and g + 8 of each 16 and columns 2t,
+// 2t + 1 of each 8, just the columns of one of the four partial row sums. What the block executes at once,
+// KEYS, is the numeric tile where registers hold it; a longer tile is gone through twice (three times for
+// `plain`, and for fixes with a tolerance), first for its maximum.
+//
+// Macros: HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
+// SPLIT, the number of blocks that share the columns of O; IN, OUT, dtypes (float, bf16, fp16); DIRECT, whether
+// q, k, v are operands as they lie; COUNT, whether ties are counted.
+#include "arrays.cuh"
+#include "functions.cuh"
+
+constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, zeros beyond the head dim
+constexpr int V_COLUMNS = COLUMNS / SPLIT;
+constexpr int THREADS = 32 * WARPS, BLOCK_ROWS = ROWS * WARPS;
+constexpr int M = ROWS / 16, R = 2 * M;             // fragments of 16 rows; rows of a thread
+constexpr int N = KEYS / 8, C = V_COLUMNS / 8;      // fragments of 8 columns: of S, of O
+constexpr int bc = tile_forward_bc;
+constexpr bool one_chunk = bc == KEYS;              // the numeric tile is executed at once
+constexpr bool counts_ties = COUNT || fix::active;
+static_assert(one_chunk || bc == 0 || bc > KEYS, "KEYS is at most the tile");
+static_assert(V_COLUMNS % 16 == 0 && KEYS % 16 == 0);
+
+constexpr int k_stride = row_bytes<product_s, COLUMNS>, v_stride = row_bytes<product_pv, V_COLUMNS>;
+constexpr int q_bytes = BLOCK_ROWS * k_stride, k_bytes = KEYS * k_stride, stage_bytes = k_bytes + KEYS * v_stride;
+
+struct Parameters {
+    Array<const IN> q, k, v;
+    Array<OUT> o;
+    Array<float> o_unrounded;            // data may be null, like the next three
+    float *lse, *m, *l;                  // (batch, heads, Tq)
+    unsigned long long* stats;           // rows with ties, changed by the fix, limited by its cap
+    long long heads, first_head, head_count, group;
+    long long tq, tk, causal, aligned;   // aligned: rows of o start at even elements
+    unsigned long long seed;
+    long long step, layer, sample;
+    float scale, base2_scale;            // α; fl(α·log₂e) under `fa2`
+};
+
+// TODO replace by functions.cuh
+inline float ex2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+inline float lg2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y * functions::LN2; }
+
+constexpr float INF = __builtin_bit_cast(float, 0x7F800000u);
+
+// e^x, or 2^x under `fa2`. small: x <= 40 or NaN is known.
+template <bool small>
+float exponential(float x) {
+    if constexpr (exp_mufu) return ex2_approx(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_defined<small>(x) : exp_defined<small>(x);
+}
+
+// S at its last site never exceeds m unless m is rounded more coarsely, or a fix may lower it.
+template <bool> struct Last { using S = attn_s_scaled; };
+template <> struct Last<true> { using S = attn_s; };
+using LastS = Last<order_fa2>::S;
+constexpr bool m_is_maximum = !fix::active && attn_m::keeps<LastS>;
+
+// Over the four threads of a row. The sum is (s0 + s2) + (s1 + s3) in each.
+float quad_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+}
+
+int quad_sum(int x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+}
+
+float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+}
+
+// A warp's rows. Row r of a thread, r = 2i + h, is row g + 8h of fragment i.
+struct Rows {
+    const Parameters& p;
+    Shape shape;
+    At at;
+    int row0, end;               // first row; end of the last key tile visited
+    unsigned q_shared;
+    float o[M][C][4], m[R], raw[R], l[R];  // raw: maximum before fix and rounding
+    int ties[R];                 // of raw, for fixes that run over tiles
+    unsigned tied = 0, changed = 0, limited = 0;  // bit r: a row's flag
+
+    __forceinline__ int row(int r) const { return row0 + threadIdx.x % 32 / 4 + r * 8; }
+    __forceinline__ int column(int j, int e) const { return j * 8 + threadIdx.x % 4 * 2 + e; }
+
+    __forceinline__ void clear() {
+#pragma unroll
+        for (int r = 0; r < R; r++) m[r] = raw[r] = -INF, l[r] = 0, ties[r] = 0;
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < C; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[i][j][e] = 0;
+    }
+
+    // S of the keys from k0 on, rounded and scaled; -Inf where masked and from k1 on.
+    __forceinline__ void scores(float (&s)[M][N][4], unsigned k_shared, int k0, int k1) {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[i][j][e] = 0;
+        product_rows<product_s, COLUMNS>(s, q_shared, k_shared);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float& x = s[i][j][e];
+                    const At here = at(row(2 * i + e / 2), k0 + column(j, e % 2));
+                    x = rnd<attn_s>(x, here);
+                    if constexpr (!order_fa2) x = rnd<attn_s_scaled>(x * p.scale, here);
+                }
+        if (shape.last_key(row0) >= k0 + KEYS - 1 && k0 + KEYS <= k1) return;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const int last = min(shape.last_key(row(r)), k1 - 1) - k0;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (column(j, e) > last) s[r / 2][j][r % 2 * 2 + e] = -INF;
+        }
+    }
+
+    // This thread's maximum of a row. A NaN logit takes no part in it.
+    __forceinline__ float maximum(const float (&s)[M][N][4], int r, float x = -INF) const {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) x = fmaxf(x, s[r / 2][j][r % 2 * 2 + e]);
+        return x;
+    }
+
+    // This thread's entries of a row within ε of its maximum.
+    __forceinline__ int count_ties(const float (&s)[M][N][4], int r, float r_m) const {
+        const float epsilon = order_fa2 ? fix::epsilon / p.scale : fix::epsilon;
+        const float threshold = LastS::nearest(r_m - epsilon);
+        int n = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float x = s[r / 2][j][r % 2 * 2 + e];
+                if constexpr (fix::epsilon == 0) n += x == r_m;
+                else if constexpr (fix::rounded_threshold) n += x >= threshold;
+                else n += r_m - x <= epsilon;
+            }
+        return n;
+    }
+
+    // m after a tile whose maximum is r_m, `n` entries tying for it; the fix acts here.
+    __forceinline__ float new_maximum(int r, float r_m, int n) {
+        r_m += 0.f;  // -0 becomes +0
+        if constexpr (fix::running) {
+            n = r_m > raw[r] ? n : r_m == raw[r] ? ties[r] + n : ties[r];
+            r_m = fmaxf(r_m, raw[r]);
+            ties[r] = n;
+        }
+        raw[r] = fmaxf(r_m, raw[r]);
+        float m_tile = r_m;
+        if (counts_ties && n > 1 && fabsf(r_m) < INF) {
+            tied |= 1u << r;
+            if constexpr (fix::active) {
+                const float given = order_fa2 ? r_m * p.scale : r_m, wanted = fix::rule(given, n);
+                if (wanted != given) {
+                    changed |= 1u << r;
+                    m_tile = order_fa2 ? wanted / p.scale : wanted;
+                }
+                if (fix::limited(given, n)) limited |= 1u << r;
+            }
+        }
+        const At here = at(row(r));
+        return rnd<attn_m>(functions::max_nan(m[r], rnd<attn_m>(m_tile, here)), here);
+    }
+
+    // The same for a tile whose S is in registers.
+    __forceinline__ float new_maximum(const float (&s)[M][N][4], int r) {
+        const float r_m = quad_max(maximum(s, r));
+        return new_maximum(r, r_m, counts_ties ? quad_sum(count_ties(s, r, r_m)) : 0);
+    }
+
+    // Moves a row to its new maximum: l is scaled, alpha is what O is to be scaled by.
+    __forceinline__ float move(int r, float m_new) {
+        const At here = at(row(r)), partial = at(row(r), threadIdx.x % 4);
+        const float dm = rnd<attn_dm>(m[r] - (m_new == -INF ? 0.f : m_new), here);
+        const float alpha = rnd<attn_alpha>(exponential<true>(order_fa2 ? dm * p.base2_scale : dm), here);
+        l[r] = rnd<attn_l_scaled>(alpha * l[r], order_fa2 ? partial : here);
+        m[r] = m_new;
+        return alpha;
+    }
+
+    __forceinline__ float exponent(float s, int r) const {
+        const float m0 = m[r] == -INF ? 0.f : m[r];
+        return order_fa2 ? s * p.base2_scale - m0 * p.base2_scale : s - m0;
+    }
+
+    // P̄ of a row before its rounding, from S at fragment j, entries e = 0 and 1.
+    __forceinline__ float2 probabilities(const float (&s)[M][N][4], int r, int j, int k0) const {
+        const At here = at(row(r), k0 + column(j, 0)), next = at(row(r), k0 + column(j, 1));
+        const float* x = s[r / 2][j] + r % 2 * 2;
+        return {exponential<m_is_maximum>(rnd<attn_x>(exponent(x[0], r), here)),
+                exponential<m_is_maximum>(rnd<attn_x>(exponent(x[1], r), next))};
+    }
+
+    __forceinline__ void put(Weights<product_pv, M, N>& w, int r, int j, float2 x, int k0) const {
+        const At here = at(row(r), k0 + column(j, 0)), next = at(row(r), k0 + column(j, 1));
+        if constexpr (product_pv::half) {
+            w.x[r / 2][j][r % 2] = rnd_pack<attn_p, product_pv::operand>(x.x, x.y, here);
+        } else {
+            w.x[r / 2][j][r % 2 * 2] = __float_as_uint(rnd<attn_p>(x.x, here));
+            w.x[r / 2][j][r % 2 * 2 + 1] = __float_as_uint(rnd<attn_p>(x.y, next));
+        }
+    }
+
+    // P̄ of a row at its site; adds this thread's columns to `sum` in ascending order.
+    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int r, int k0, float& sum) const {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float2 x = probabilities(s, r, j, k0);
+            put(w, r, j, x, k0);
+            const int e = r % 2 * 2;
+            sum += l_from_rounded ? w.value(r / 2, j, e) : x.x;
+            sum += l_from_rounded ? w.value(r / 2, j, e + 1) : x.y;
+        }
+    }
+
+    // l after the tile: `sum` is this thread's of the tile under `eager`.
+    __forceinline__ void add_row_sum(int r, float sum) {
+        const At here = at(row(r));
+        if constexpr (order_fa2) l[r] = sum;
+        else l[r] = rnd<attn_l>(l[r] + rnd<attn_l_tile>(quad_sum(sum), here), here);
+    }
+
+    __forceinline__ At place(int i, int j, int e, int first) const {
+        return at(row(2 * i + e / 2), first + column(j, e % 2));
+    }
+
+    // O, scaled by alpha, and the tile's product.
+    __forceinline__ float joined(float o, float alpha, float pv, const At& here) const {
+        if constexpr (order_fa2) return rnd<attn_o_acc>(pv, here) + 0.f;
+        else return rnd<attn_o_acc>(rnd<attn_o_scaled>(alpha * o, here) + rnd<attn_pv>(pv, here), here) + 0.f;
+    }
+
+    // f(o, i, j, e, place) for each element of O.
+    template <class F>
+    __forceinline__ void each_output(int first, F f) {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < C; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) f(o[i][j][e], i, j, e, place(i, j, e, first));
+    }
+
+    // What the tile's product starts from.
+    __forceinline__ float start(float o, float alpha, const At& here) const {
+        return order_fa2 ? rnd<attn_o_scaled>(alpha * o, here) : 0.f;
+    }
+
+    // Adds a tile's P̄V to O, a few columns at a time.
+    __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R], int first) {
+        constexpr int B = C % 4 == 0 ? 4 : 2;
+#pragma unroll
+        for (int j0 = 0; j0 < C; j0 += B) {
+            float pv[M][B][4];
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < B; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        pv[i][j][e] = start(o[i][j0 + j][e], alpha[2 * i + e / 2], place(i, j0 + j, e, first));
+            product_columns<product_pv, V_COLUMNS>(pv, w, v_shared, j0 * 8);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < B; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        o[i][j0 + j][e] = joined(o[i][j0 + j][e], alpha[2 * i + e / 2], pv[i][j][e], place(i, j0 + j, e, first));
+        }
+    }
+
+    // O and L of finished rows.
+    __forceinline__ void finish(int b, int head, int first) {
+        at.tile = 0;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const int q = row(r);
+            const At here = at(q);
+            if constexpr (order_fa2 && !algorithm_plain) l[r] = rnd<attn_l>(quad_sum(l[r]), here);
+            if (q >= shape.tq) continue;
+            const bool empty = l[r] == 0 && raw[r] == -INF;
+            const float inverse = 1.f / l[r];
+            const long long offset = (b * p.heads + head) * p.tq + q;
+            if (first == 0 && threadIdx.x % 4 == 0) {
+                const float log_l = logarithm(l[r] == 0 ? __int_as_float(0x7FFFFFFF) : l[r]);
+                p.lse[offset] = rnd<attn_lse>(empty ? -INF : (order_fa2 ? m[r] * p.scale : m[r]) + log_l, here);
+                if (p.m) p.m[offset] = m[r];
+                if (p.l) p.l[offset] = l[r];
+            }
+            OUT* out = p.o.rows(b, head) + q * p.o.row;
+            float* unrounded = p.o_unrounded.data ? p.o_unrounded.rows(b, head) + q * p.o_unrounded.row : nullptr;
+#pragma unroll
+            for (int j = 0; j < C; j++) {
+                float x[2], y[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float acc = o[r / 2][j][r % 2 * 2 + e];
+                    x[e] = empty ? 0.f : algorithm_plain ? acc : order_fa2 ? acc * inverse : acc / l[r];
+                    y[e] = rnd<attn_o>(x[e], at(q, first + column(j, e)));
+                }
+                const int d = first + column(j, 0);
+                store_pair<HEAD_DIM>(out, d, y[0], y[1], p.aligned);
+                if (unrounded) store_pair<HEAD_DIM>(unrounded, d, x[0], x[1], true);
+            }
+        }
+        if (counts_ties && p.stats && first == 0) add_stats();
+    }
+
+    __forceinline__ float logarithm(float x) const {
+        if constexpr (exp_mufu) return lg2_approx(x);
+        else return log_defined(x);
+    }
+
+    // Counts the flagged rows. The four threads of a row have the same flags.
+    __forceinline__ void add_stats() const {
+        const unsigned flags[3] = {tied, changed, limited};
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            int n = 0;
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                n += __popc(__ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 0 && row(r) < shape.tq && (flags[i] >> r & 1)));
+            if (n && threadIdx.x % 32 == 0) atomicAdd(p.stats + i, n);
+        }
+    }
+};
+
+// K and V of a block's head.
+struct Heads {
+    const Array<const IN>&k_array, &v_array;
+    const IN *k, *v;  // v at the block's first column
+    At at;            // of the head; tile 0
+    int first;        // the first column of O
+
+    __forceinline__ void load_keys(unsigned to, int k0, int k1) const {
+        load_rows<product_s, attn_k, KEYS, COLUMNS, THREADS, DIRECT>(to, k + k0 * k_array.row, k_array.row, k1 - k0,
+                                                                     HEAD_DIM, at(k0));
+    }
+
+    __forceinline__ void load_values(unsigned to, int k0, int k1) const {
+        load_rows<product_pv, attn_v, KEYS, V_COLUMNS, THREADS, DIRECT>(to, v + k0 * v_array.row, v_array.row, k1 - k0,
+                                                                        HEAD_DIM - first, at(k0, first));
+    }
+};
+
+#include "attention_forward_long.cuh"
+
+// Numeric tiles that are executed at once, the next one on its way meanwhile.
+void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
+    const int count = (end + KEYS - 1) / KEYS, tk = rows.shape.tk;
+    auto load = [&](int step) {
+        const int k0 = (order_fa2 ? count - 1 - step : step) * KEYS, k1 = min(k0 + KEYS, tk);
+        const unsigned to = shared + step % STAGES * stage_bytes;
+        heads.load_keys(to, k0, k1);
+        heads.load_values(to + k_bytes, k0, k1);
+        copy_commit();
+    };
+    if (count > 0) load(0);
+    for (int step = 0; step < count; step++) {
+        const int j = order_fa2 ? count - 1 - step : step, k0 = j * KEYS;
+        copy_wait<0>();
+        __syncthreads();
+        if (STAGES == 2 && step + 1 < count) load(step + 1);
+        if (k0 < rows.end) {
+            const unsigned k_shared = shared + step % STAGES * stage_bytes;
+            rows.at.tile = j;
+            float s[M][N][4], alpha[R];
+            Weights<product_pv, M, N> w;
+            rows.scores(s, k_shared, k0, min(k0 + KEYS, tk));
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                alpha[r] = rows.move(r, rows.new_maximum(s, r));
+                float sum = order_fa2 ? rows.l[r] : 0.f;
+                rows.weigh(w, s, r, k0, sum);
+                rows.add_row_sum(r, sum);
+            }
+            rows.add_values(w, k_shared + k_bytes, alpha, heads.first);
+        }
+        if (STAGES == 1 && step + 1 < count) {
+            __syncthreads();
+            load(step + 1);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const Shape shape{static_cast<int>(p.tq), static_cast<int>(p.tk), p.causal != 0};
+
+    // Blocks of a head follow each other, the longest first: they share K and V in the L2 cache.
+    const unsigned tiles = (shape.tq + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int first = blockIdx.x % SPLIT * V_COLUMNS, q0 = (tiles - 1 - blockIdx.x / SPLIT % tiles) * BLOCK_ROWS;
+    const unsigned slice = blockIdx.x / SPLIT / tiles, head_count = p.head_count;
+    const int b = slice / head_count, head = p.first_head + slice % head_count, kv_head = head / static_cast<int>(p.group);
+    const int q1 = min(q0 + BLOCK_ROWS, shape.tq), row0 = q0 + threadIdx.x / 32 * ROWS;
+    const At at{make_uint2(p.seed, p.seed >> 32), static_cast<unsigned>(p.step), static_cast<unsigned>(p.layer),
+                static_cast<unsigned>(p.sample + b), static_cast<unsigned>(head), 0, 0, 0};
+    auto key_end = [&](int row) { return shape.key_end(shape.query_tile_end(row, tile_forward_br), bc); };
+
+    const unsigned q_shared = shared_address(shared);
+    load_rows<product_s, attn_q, BLOCK_ROWS, COLUMNS, THREADS, DIRECT>(q_shared, p.q.rows(b, head) + q0 * p.q.row, p.q.row,
+                                                                       q1 - q0, HEAD_DIM, at(q0));
+    const Heads heads{p.k, p.v, p.k.rows(b, kv_head), p.v.rows(b, kv_head) + first, at, first};
+    Rows rows{p, shape, at, row0, row0 < shape.tq ? key_end(row0) : 0, q_shared + (row0 - q0) * k_stride};
+    rows.clear();
+    if constexpr (one_chunk) short_tiles(rows, heads, q_shared + q_bytes, key_end(q1 - 1));
+    else long_tiles<order_fa2 || algorithm_plain>(rows, heads, q_shared + q_bytes, q1, key_end(q1 - 1), first);
+    rows.finish(b, head, first);
+}

@@ -1,0 +1,185 @@
+// Products of a warp's 16·M rows, in mma.cuh's fragments, with rows that lie in shared memory. A Product says
+// how: by 16-bit or tf32 tensor cores, or `sequential` on CUDA cores. The sum runs over ascending k.
+//
+// Rows in shared memory end in 16 bytes of padding: a row is then an odd number of 16-byte chunks, and
+// the 8 rows of a matrix that ldmatrix reads at once lie in different banks.
+#pragma once
+
+#include "copy.cuh"
+#include "mma.cuh"
+#include "sites.cuh"
+
+// Bytes from one row of `Columns` elements to the next.
+template <class P, int Columns>
+constexpr int row_bytes = Columns * (P::half ? 2 : 4) + 16;
+
+inline float shared_float(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+inline float2 shared_float2(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+inline float4 shared_float4(unsigned address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+inline void fma4(float& c, float4 a, float4 b) {
+    c = __fmaf_rn(a.x, b.x, c);
+    c = __fmaf_rn(a.y, b.y, c);
+    c = __fmaf_rn(a.z, b.z, c);
+    c = __fmaf_rn(a.w, b.w, c);
+}
+
+// c (16M × 8N) += A·Bᵀ: A 16M rows of K at `a`, B 8N rows of K at `b`, N even.
+template <class P, int K, int M, int N>
+inline void product_rows(float (&c)[M][N][4], unsigned a, unsigned b) {
+    constexpr int stride = row_bytes<P, K>;
+    const unsigned lane = threadIdx.x % 32;
+    if constexpr (P::half) {
+        a += lane % 16 * stride + lane / 16 * 16;
+        b += (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int k = 0; k < K / 16; k++) {
+            unsigned x[M][4];
+#pragma unroll
+            for (int i = 0; i < M; i++) load_matrices(x[i], a + i * 16 * stride + k * 32);
+#pragma unroll
+            for (int j = 0; j < N; j += 2) {
+                unsigned y[4];
+                load_matrices(y, b + j * 8 * stride + k * 32);
+#pragma unroll
+                for (int i = 0; i < M; i++) {
+                    mma<P::operand>(c[i][j], x[i], {y[0], y[1]});
+                    mma<P::operand>(c[i][j + 1], x[i], {y[2], y[3]});
+                }
+            }
+        }
+    } else if constexpr (!P::sequential) {
+        const unsigned g = lane / 4, t = lane % 4;
+        a += g * stride + t * 4;
+        b += g * stride + t * 4;
+#pragma unroll 2
+        for (int k = 0; k < K / 8; k++) {
+            unsigned x[M][4];
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    x[i][e] = __float_as_uint(shared_float(a + (i * 16 + e % 2 * 8) * stride + k * 32 + e / 2 * 16));
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const unsigned y[2] = {__float_as_uint(shared_float(b + j * 8 * stride + k * 32)),
+                                       __float_as_uint(shared_float(b + j * 8 * stride + k * 32 + 16))};
+#pragma unroll
+                for (int i = 0; i < M; i++) mma<P::operand>(c[i][j], x[i], y);
+            }
+        }
+    } else {
+        const unsigned g = lane / 4, t = lane % 4;
+        a += g * stride;
+        b += 2 * t * stride;
+#pragma unroll 1
+        for (int k = 0; k < K; k += 4) {
+            float4 x[M][2];
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) x[i][h] = shared_float4(a + (i * 16 + h * 8) * stride + k * 4);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float4 y = shared_float4(b + (j * 8 + e) * stride + k * 4);
+#pragma unroll
+                    for (int i = 0; i < M; i++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++) fma4(c[i][j][2 * h + e], x[i][h], y);
+                }
+        }
+    }
+}
+
+// A fragment C of 16M × 8N as the A operand of a second product: packed in pairs for 16 bits, else fp32.
+template <class P, int M, int N>
+struct Weights {
+    static constexpr int per_row = P::half ? 1 : 2;  // registers for two neighbours
+    unsigned x[M][N][2 * per_row];                   // [h · per_row + …], h: row g or g + 8
+
+    float value(int i, int j, int e) const {
+        return P::half ? (e % 2 ? unpack<P::operand>(x[i][j][e / 2]).y : unpack<P::operand>(x[i][j][e / 2]).x)
+                       : __uint_as_float(x[i][j][e]);
+    }
+};
+
+// c (16M × 8C) += W·B: B 8N rows of `Columns` at `b`, of which c takes 8C from column `first` on, C even.
+template <class P, int Columns, int M, int N, int C>
+inline void product_columns(float (&c)[M][C][4], const Weights<P, M, N>& w, unsigned b, int first) {
+    constexpr int stride = row_bytes<P, Columns>;
+    const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (P::half) {
+        b += lane % 16 * stride + lane / 16 * 16 + first * 2;
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) {
+#pragma unroll
+            for (int j = 0; j < C; j += 2) {
+                unsigned y[4];
+                load_matrices_transposed(y, b + k * 16 * stride + j * 16);
+#pragma unroll
+                for (int i = 0; i < M; i++) {
+                    const unsigned x[4] = {w.x[i][2 * k][0], w.x[i][2 * k][1], w.x[i][2 * k + 1][0], w.x[i][2 * k + 1][1]};
+                    mma<P::operand>(c[i][j], x, {y[0], y[1]});
+                    mma<P::operand>(c[i][j + 1], x, {y[2], y[3]});
+                }
+            }
+        }
+    } else if constexpr (!P::sequential) {
+        // The 8 products of a group are summed at once, in any order: columns 2t, 2t + 1 of W, which a thread
+        // holds, take the places t, t + 4 of the group, and so do the rows of B.
+        b += 2 * t * stride + (g + first) * 4;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+#pragma unroll
+            for (int j = 0; j < C; j++) {
+                const unsigned y[2] = {__float_as_uint(shared_float(b + k * 8 * stride + j * 32)),
+                                       __float_as_uint(shared_float(b + (k * 8 + 1) * stride + j * 32))};
+#pragma unroll
+                for (int i = 0; i < M; i++) {
+                    const unsigned x[4] = {w.x[i][k][0], w.x[i][k][2], w.x[i][k][1], w.x[i][k][3]};
+                    mma<P::operand>(c[i][j], x, y);
+                }
+            }
+    } else {
+        b += (2 * t + first) * 4;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) {  // the k-th eight of rows; thread e / 2 of the quad holds W there
+                float x[M][2];
+#pragma unroll
+                for (int i = 0; i < M; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        x[i][h] = __shfl_sync(0xFFFFFFFFu, __uint_as_float(w.x[i][k][2 * h + e % 2]), e / 2, 4);
+#pragma unroll
+                for (int j = 0; j < C; j++) {
+                    const float2 y = shared_float2(b + (k * 8 + e) * stride + j * 32);
+#pragma unroll
+                    for (int i = 0; i < M; i++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            c[i][j][2 * h] = __fmaf_rn(x[i][h], y.x, c[i][j][2 * h]);
+                            c[i][j][2 * h + 1] = __fmaf_rn(x[i][h], y.y, c[i][j][2 * h + 1]);
+                        }
+                }
+            }
+    }
+}
