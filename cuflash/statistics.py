@@ -146,9 +146,9 @@ class Statistics:
         x, y = x.reshape(shape), rounded.reshape(shape)
         # P∘dP, delta_prod under delta_from = p_dp, has S's mask too; elsewhere delta_prod comes without one.
         visible = rnd.visible if axes == "qk" or site == "attn.delta_prod" else None
-        if x is y or (rnd.format(site) in ("fp32", "fp64") and x.dtype == y.dtype):
-            shown = x[0].size if visible is None else np.count_nonzero(visible)
-            sums.add(heads, "count", np.full(len(heads), shown))
+        shown = None if visible is None else np.broadcast_to(visible, x.shape)
+        sums.add(heads, "count", _entries(x, shown))
+        if rnd.format(site) == "fp64" or rnd.format(site) == "fp32" and x.dtype == np.float32:
             return
         if sums.open is None:
             sums.open = np.zeros((3, len(heads), 0)), np.zeros((3, len(heads), 0))
@@ -161,8 +161,8 @@ class Statistics:
         step = max(1, _BLOCK // max(1, x.shape[0] * x.shape[2]))
         for i in range(0, x.shape[1], step):
             part = slice(i, i + step)
-            shown = None if visible is None else visible[part]
-            error, away, counted = _measure(sums, heads, x[:, part], y[:, part], shown, format)
+            error, away, counted = _measure(sums, heads, x[:, part], y[:, part],
+                                            None if shown is None else shown[:, part], format)
             for k, values in enumerate((error, away, counted)):
                 rows[k, :, r0 + i:r0 + i + values.shape[1]] += values.sum(axis=2)
                 if grid:
@@ -201,12 +201,16 @@ def _wide(clusters: np.ndarray, end: int) -> np.ndarray:
     return np.pad(clusters, ((0, 0), (0, 0), (0, more))) if more > 0 else clusters
 
 
-def _measure(sums: _Sums, heads: np.ndarray, x: np.ndarray, y: np.ndarray, visible: np.ndarray | None,
+def _entries(x: np.ndarray, shown: np.ndarray | None) -> np.ndarray:
+    """Entries that count, of each head."""
+    return np.full(len(x), x[0].size) if shown is None else np.count_nonzero(shown, axis=(1, 2))
+
+
+def _measure(sums: _Sums, heads: np.ndarray, x: np.ndarray, y: np.ndarray, shown: np.ndarray | None,
              format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Adds a block's counts; gives error, error away from zero (both 0 where not counted) and what is counted."""
     with np.errstate(invalid="ignore", over="ignore"):
-        shown = np.True_ if visible is None else visible
-        arrived = np.isfinite(x) & shown
+        arrived = np.isfinite(x) if shown is None else np.isfinite(x) & shown
         beyond = format.max + 2.0**(format.emax - format.mantissa_bits)  # a whole ulp above max
         overflow = arrived & (~np.isfinite(y) | (np.abs(x) >= beyond))
         counted = arrived & ~overflow
@@ -215,12 +219,10 @@ def _measure(sums: _Sums, heads: np.ndarray, x: np.ndarray, y: np.ndarray, visib
         away = np.copysign(1.0, x) * error
         magnitude = np.abs(error)
         changed = counted & (error != 0)
-        shown_count = x[0].size if visible is None else np.count_nonzero(visible)
         for field, values in (("error", error), ("away", away), ("overflow", overflow), ("changed", changed | overflow),
                               ("underflow", changed & (y == 0)), ("ties", magnitude == 0.5)):
             sums.add(heads, field, values.sum(axis=(1, 2)))
-        sums.add(heads, "count", np.full(len(heads), shown_count))
-        sums.add(heads, "nonfinite", shown_count - arrived.sum(axis=(1, 2)))
+        sums.add(heads, "nonfinite", _entries(x, shown) - np.count_nonzero(arrived, axis=(1, 2)))
         np.maximum.at(sums.max, heads, magnitude.max(axis=(1, 2), initial=0.0))
     return error, away, counted
 

@@ -1,0 +1,212 @@
+"""`cuflash audit FILE`: which roundings of attention are biased on captured q, k, v and dO."""
+import json
+import math
+import re
+import textwrap
+from collections.abc import Iterator
+
+import click
+import numpy as np
+from tqdm import tqdm
+
+from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
+from cuflash.cli.main import user_errors
+from cuflash.fixes import as_fix
+from cuflash.precision import as_precision
+from cuflash.statistics import SIGNIFICANT, SiteStatistics
+from cuflash.tensor_file import read_tensors
+
+WIDTH = 100
+KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--precision", "precisions", multiple=True, metavar="NAME|TOML", default=("bf16", "bf16-fa2"),
+              show_default=True, help="What to audit; repeatable.")
+@click.option("--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]", help="Round a site otherwise.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a switch, as delta_from=p_dp.")
+@click.option("--fix", default="off", show_default=True, help="A fix of the row maximum: off, on, qiu-b2, …")
+@click.option("--causal", is_flag=True, help="Query i sees keys up to i + Tk − Tq.")
+@click.option("--scale", type=float, help="Factor of S; default 1/√head_dim.")
+@click.option("--layout", default="bhtd", show_default=True, help="bhtd, or bthd for (batch, T, heads, head_dim).")
+@click.option("--heads", metavar="LIST", help="Only these query heads, as 0,6-8.")
+@click.option("--batch", metavar="LIST", help="Only these samples, as 0-3.")
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True,
+              help="The layer of the capture, for roundings scoped to layers.")
+@click.option("--cures/--no-cures", default=True, help="Try what removes the bias of delta (most of the time).")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write everything here, by head too.")
+def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], settings: tuple[str, ...], fix: str,
+          causal: bool, scale: float | None, layout: str, heads: str | None, batch: str | None, layer: int,
+          cures: bool, json_file: str | None) -> None:
+    """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
+
+    FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
+    (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). It needs no GPU.
+    """
+    with user_errors():
+        resolved = [as_precision(p).set(*settings).round(*rounds) for p in precisions]
+        for p in resolved:
+            if p.is_fp64:
+                raise ValueError("--precision fp64 is what the others are compared with; name another one")
+            if p.order == "fa2" and scale is not None and scale <= 0:
+                raise ValueError(f"--scale is {scale}; valid under order=fa2 ({p.name}): a number above 0")
+        fixed = as_fix(fix)
+        arrays = read_tensors(file, KEYS, OPTIONAL)
+        capture = Capture.of(**arrays, causal=causal, scale=scale, layout=layout, layer=layer,
+                             heads=_numbers("--heads", heads), batch=_numbers("--batch", batch))
+    click.echo("\n".join(_inputs(file, arrays, capture)))
+    results = []
+    for precision in resolved:
+        with _Bar() as bar:
+            results.append(run_audit(capture, precision, fix=fixed, cures=cures, progress=bar))
+        click.echo("\n" + "\n".join(report(results[-1], capture)))
+    if json_file:
+        with user_errors(), open(json_file, "w", encoding="utf-8") as f:
+            json.dump({"file": file, "causal": capture.causal, "scale": capture.scale, "layer": layer,
+                       "audits": [r.to_dict() for r in results]}, f, indent=1, default=float)
+
+
+class _Bar:
+    """A bar on stderr for each phase that takes more than two seconds."""
+
+    def __init__(self) -> None:
+        self.phase, self.bar = "", None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self.phase:
+            self.__exit__()
+            self.phase, self.bar = phase, tqdm(total=total, desc=phase, unit="row", unit_scale=True, delay=2, leave=False)
+        self.bar.update(done - self.bar.n)
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ValueError(f"{option} {text!r}: write numbers and ranges, as 0,6-8")
+    ranges = [part.partition("-") for part in text.split(",")]
+    return sorted({n for a, _, b in ranges for n in range(int(a), int(b or a) + 1)})
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture) -> list[str]:
+    shapes = ", ".join(f"{n} {tuple(a.shape)} {a.dtype}" for n, a in arrays.items())
+    chosen = [f"{name} {', '.join(map(str, n))}" for name, n, count in
+              (("heads", capture.heads, None), ("samples", capture.batch, None)) if n != tuple(range(len(n)))]
+    lines = textwrap.wrap(f"{file}: {shapes}", WIDTH, subsequent_indent="  ")
+    lines.append("; ".join(["causal" if capture.causal else "not causal", f"scale {capture.scale:g}", *chosen,
+                            "compared with golden, plain fp64"]))
+    if capture.do is None:
+        lines.append("no do in the file, so left out: backward's sites, delta, the gradients, what removes the bias")
+    return lines
+
+
+def report(a: Audit, capture: Capture) -> list[str]:
+    """The audit of one precision as lines of at most 100 columns."""
+    sums = "library (BLAS)" if a.precision.accumulator == "auto" else a.precision.accumulator
+    title = f"{a.precision.describe()}, fix {a.fix}, accumulator {sums}"
+    return [*textwrap.wrap(title, WIDTH), "─" * WIDTH, *_sites(a), "", *_effect(a, capture), *_tied(a), *_cures(a)]
+
+
+def _sites(a: Audit) -> Iterator[str]:
+    biased, rest = [s for s in a.sites if s.bias], [s for s in a.sites if not s.bias]
+    yield (f"Biased roundings: mean error in ulp, signed and away from zero, {SIGNIFICANT:g} standard errors or more"
+           if biased else f"No rounding is biased: no mean error reaches {SIGNIFICANT:g} standard errors")
+    if biased:
+        yield (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>16} {'z':>6}"
+               f"  {'over':>6} {'under':>6}")
+        yield from (_site(s) for s in biased)
+    for label, names in (("not biased", [s.site for s in rest]), ("nothing lost", a.exact)):
+        if names:
+            yield from textwrap.wrap(f"{label}: {', '.join(n.removeprefix('attn.') for n in names)}", WIDTH,
+                                     initial_indent="  ", subsequent_indent="    ")
+
+
+def _site(s: SiteStatistics) -> str:
+    return (f"  {s.site:<15} {s.rounding:<8} {s.count:>11,}  {_mean(s.mean, s.se)} {_z(s.z)}"
+            f"  {_mean(s.away, s.away_se)} {_z(s.away_z)}  {s.overflow:>6,} {s.underflow:>6,}")
+
+
+def _mean(mean: float, se: float) -> str:
+    return f"{mean:>+8.4f} ± {se:.4f}"
+
+
+def _z(z: float) -> str:
+    return f"{z:>+6.1f}" if abs(z) < 100 or not math.isfinite(z) else f"{z:>+6.0f}" if abs(z) < 1e5 else f"{z:>+6.0e}"
+
+
+def _effect(a: Audit, capture: Capture) -> Iterator[str]:
+    yield "Relative error:  " + "   ".join(f"{n} {e:.2e}" for n, e in a.errors.items())
+    if a.delta is None:
+        return
+    yield f"Error of delta = rowsum(dO∘O), over {a.delta.rows:,} rows"
+    yield f"  {'':<9} {'mean':>21} {'z':>6}  {'sum':>10}  {'positive':>8}  {'rms':>8}"
+    yield _delta("all", a.delta)
+    if len(a.delta_heads) > 1:
+        yield from (_delta(f"head {d.head}", d) for d in a.delta_heads[:3] if d.significant)
+    if a.judged is None:
+        yield f"  within noise: no mean, of all rows or of one head, reaches {SIGNIFICANT:g} standard errors"
+
+
+def _delta(name: str, d: DeltaError) -> str:
+    return f"  {name:<9} {d.mean:>+11.3e} ± {d.se:.1e} {_z(d.z)}  {d.sum:>+10.2e}  {d.positive:>8.1%}  {d.rms:>8.1e}"
+
+
+def _tied(a: Audit) -> Iterator[str]:
+    n, f = a.tied_rows, a.first
+    yield ""
+    if not n["rows"]:
+        yield "No row has two keys at P̄ = 1"
+        return
+    yield (f"Two or more keys at P̄ = 1 in {n['rows']:,} rows; {n['values']:,} sums of their V have one sign, "
+           f"{n['ties']:,} are ties")
+    if n["ties"]:
+        yield f"  the rest of the row turned {n['away']:,} of these ties away from zero and {n['toward']:,} toward it"
+    if f is None:
+        return
+    yield f"  first: batch {f.sample}, head {f.head}, row {f.row}, feature {f.feature}, at {f.site} in {f.format}"
+    shown = [f"V[{k}] = {v:.9g}" for k, v in zip(f.keys[:4], f.v)]
+    more = f" and {len(f.keys) - 4} more" if len(f.keys) > 4 else ""
+    kind = "sum" if f.site != "attn.o" else "mean"
+    yield f"    {', '.join(shown)}{more}: {kind} {f.tied:.9g}, midway between two {f.format}"
+    yield (f"    with the rest of the row {f.exact:.9g}, rounded to {f.rounded:.9g}: "
+           f"{(f.rounded - f.exact) / f.ulp:+.4f} ulp")
+    yield f"    bit by bit: cuflash explain --format {f.format} -- {np.float32(f.exact)}"
+
+
+def _cures(a: Audit) -> Iterator[str]:
+    if not a.cures:
+        return
+    where = "all rows" if a.judged.head is None else f"head {a.judged.head}"
+    yield ""
+    yield f"What removes the bias of delta ({where}; left: share of its mean error; dq: relative error)"
+    yield f"  {'change':<46} {'mean':>10} {'z':>6}  {'left':>6}  {'dq':>8}"
+    helps = [c for c in a.cures if c.left < 0.9]
+    for c in helps:
+        yield from _cure(c)
+    worse = [f"{c.change} ({c.left:.3g} times)" for c in a.cures if c.left > 1.1]
+    rest = [c.change for c in a.cures if 0.9 <= c.left <= 1.1]
+    alone = [c.removeprefix("--round ").removesuffix("=fp32") for c in rest if c.startswith("--round") and c.count("=") == 1]
+    others = [c for c in rest if c.removeprefix("--round ").removesuffix("=fp32") not in alone]
+    for label, some in (("make it worse", worse), ("change it by less than 10 %", others),
+                        ("so does each of these in fp32" if others else "in fp32 change it by less than 10 %, each alone", alone)):
+        if some:
+            text = f"{label}: {', '.join(some)}".replace(" ", "\x00").replace(",\x00", ", ").replace(":\x00", ": ")
+            yield from (line.replace("\x00", " ") for line in textwrap.wrap(
+                text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+
+
+def _cure(c: Cure) -> Iterator[str]:
+    change, *more = textwrap.wrap(c.change.replace("--round ", "--round\x00"), 46, break_on_hyphens=False)
+    yield (f"  {change:<46} {c.delta.mean:>+10.2e} {_z(c.delta.z)}  {c.left:>6.1%}  {c.dq_error:>8.2e}"
+           f"  {'removes' if c.removes else ''}").replace("\x00", " ").rstrip()
+    yield from (f"    {line}".replace("\x00", " ") for line in more)
