@@ -1,27 +1,8 @@
 // What the kernels of attention's backward share: their arguments, and P and dS of one element.
 #pragma once
 
+#include "arrays.cuh"
 #include "functions.cuh"
-#include "sites.cuh"
-#include "tiles.cuh"
-
-// ---- values as they lie in memory
-
-struct bf16 { unsigned short bits; };
-struct fp16 { unsigned short bits; };
-
-inline float value(float x) { return x; }
-inline float value(bf16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
-inline float value(fp16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
-
-// Exact: x is a value of the format.
-inline void store(float* to, float x) { *to = x; }
-inline void store(bf16* to, float x) { to->bits = __float_as_uint(round_to<8, 7, mode_rne>(x)) >> 16; }
-inline void store(fp16* to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
 
 // ---- arguments
 

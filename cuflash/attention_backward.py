@@ -5,13 +5,21 @@
 S and P are recomputed (FlashAttention-2's algorithm 2). dK and dV sum over query tiles, dQ over key
 tiles, ascending under `eager`, descending under `fa2`. Every rounding is a call of rnd.
 """
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.arithmetic import Arithmetic, add_columns, delta_sum, join_columns
+from cuflash import kernels
+from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, delta_sum, join_columns
 from cuflash.attention_forward import base2_scale, exponent, scores
+from cuflash.fixes import Fix
+from cuflash.kernel_header import PRODUCTS, cuda_name, precision_header, product_operand
+from cuflash.philox import Key
+from cuflash.precision import Precision, mode_named
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -140,3 +148,247 @@ def _add_dq(out: Gradients, ds: np.ndarray, k: np.ndarray, rnd: Rounder, math: A
                 dq = out.dq[:, q0:q1]
                 dq_tile = rnd("attn.dq_tile", math.dot(ds[:, q0 - r0:q1 - r0, k0:k1], "attn.ds", k[:, k0:k1], "attn.k"))
                 dq[...] = rnd("attn.dq_acc", dq + dq_tile)
+
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+SCRATCH = 256 << 20  # bytes that dS (and P) take at a time, unless a single step needs more
+_BLOCKS = 512  # enough blocks to fill a large GPU
+
+_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {"float": "float32", "bf16": "uint16", "fp16": "uint16"}  # of scratch operands
+
+_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
+_ARGS = np.dtype([
+    *((name, _ARRAY) for name in ("q", "k", "v", "dout", "dq", "dk", "dv")),
+    *((name, "u8") for name in ("rows", "inv_l", "p", "ds", "dk_head", "dv_head", "heads")), ("padded_rows", "i8"),
+    *((name, "i4") for name in ("listed", "first", "count", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends",
+                                "n_heads", "group", "k_per_head", "v_per_head")),
+    ("scale", "f4"), ("c", "f4"), *((name, "u4") for name in ("seed_low", "seed_high", "step", "layer", "sample")),
+], align=True)
+
+
+def backward_cuda(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
+                  precision: Precision, shape: Shape, scale: float, key: Key, accumulator: str) -> None:
+    """Gradients into dq, dk, dv. All arrays are CuPy's, (batch, heads, T, D), the last axis contiguous.
+
+    Queues kernels on the current stream and waits for nothing.
+
+    Args:
+        do, q, k, v, o: fp32, bf16 or fp16; `o` is the O that `delta_from` asks for, unused under p_dp.
+        lse, m, l: (batch, heads, Tq) fp32, contiguous; m and l are used under p_bwd_from = m_l.
+        dq, dk, dv: fp32, bf16 or fp16, holding the formats of attn.dq, attn.dk, attn.dv.
+        accumulator: `sequential`, or the device's tensor core.
+    """
+    if min(*q.shape[:3], shape.tk) == 0:
+        for out in (dq, dk, dv):
+            out.fill(0)
+        return
+    launch = _Launch(do, q, k, v, o, lse, m, l, dq, dk, dv, precision, shape, scale, key, accumulator)
+    for heads in _alike(precision, key.layer, tuple(range(q.shape[1]))):
+        launch.gradients(heads)
+    if launch.group > 1:
+        for heads in _alike(precision, key.layer, tuple(range(0, q.shape[1], launch.group))):
+            launch.sum_heads(heads)
+
+
+@functools.lru_cache(maxsize=1024)
+def _alike(precision: Precision, layer: int, heads: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Heads that round alike in backward."""
+    found: dict[tuple, list[int]] = {}
+    for head in heads:
+        found.setdefault(tuple(precision.sites_for("bwd", layer, "", head).items()), []).append(head)
+    return [tuple(some) for some in found.values()]
+
+
+class _Plan(NamedTuple):
+    """How heads that round alike are computed."""
+
+    headers: Mapping[str, str]
+    operand: str  # the type of q, k, v, dO in memory
+    fast: bool  # attention_dkdv.cu and attention_dq.cu, else attention_backward_any.cu
+    rounding: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(precision: Precision, head_dim: int, accumulator: str, layer: int, head: int, shared: int) -> _Plan:
+    table = precision.sites_for("bwd", layer, "", head)
+    headers = {"precision.cuh": precision_header(precision, head_dim, "bwd", accumulator, Fix(), layer, head)}
+    operands = {product_operand(table, sites, accumulator) for sites in PRODUCTS["bwd"].values()}
+    fast = operands in ({"bf16"}, {"fp16"}) and _shared_bytes(head_dim)[0] <= shared
+    return _Plan(headers, operands.pop() if fast else "float", fast, table)
+
+
+def _shared_bytes(head_dim: int) -> tuple[int, int]:
+    """Dynamic shared memory of attention_dkdv and attention_dq: tiles of 64 rows twice or thrice, K and V."""
+    panels = 1 if head_dim <= 64 else 2 if head_dim <= 128 else 4
+    keys = 128 if panels < 4 else 64
+    return 128 * panels * (2 * keys + 4 * 64) + 2 * 64 * 12, 128 * panels * 3 * 64
+
+
+class _Launch:
+    """One backward on the GPU: its arrays and the arguments that all kernels share."""
+
+    def __init__(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
+                 precision: Precision, shape: Shape, scale: float, key: Key, accumulator: str) -> None:
+        self.cupy = kernels.import_cupy()
+        self.inputs = {"attn.q": q, "attn.k": k, "attn.v": v, "attn.do": do}
+        self.o, self.lse, self.m, self.l, self.results = o, lse, m, l, {"dq": dq, "dk": dk, "dv": dv}
+        self.precision, self.shape, self.key, self.accumulator = precision, shape, key, accumulator
+        self.batch, self.heads, tq, self.d = q.shape
+        self.group = self.heads // k.shape[1]
+        self.padded_rows = -(-tq // 64) * 64 + 64
+        self.shared_limit = _shared_limit(self.cupy.cuda.runtime.getDevice())
+        pairs = self.batch * self.heads
+        m_l = precision.p_bwd_from == "m_l"
+        self.rows = self.cupy.empty((pairs, self.padded_rows, 2), np.float32)
+        self.inv_l = self.cupy.empty((pairs, self.padded_rows), np.float32) if m_l else None
+        self.sums: tuple[Any, Any] | None = None
+        args = self.args = np.zeros(1, _ARGS)
+        scale32 = np.float32(scale)
+        for name, value in (
+                ("rows", self.rows.data.ptr), ("inv_l", self.inv_l.data.ptr if m_l else 0),
+                ("padded_rows", self.padded_rows), ("tq", tq), ("tk", shape.tk), ("d", self.d), ("causal", shape.causal),
+                ("n_heads", self.heads), ("group", self.group), ("scale", scale32),
+                ("c", np.float32(float(scale32) * LOG2E)), ("seed_low", key.seed & 0xFFFFFFFF),
+                ("seed_high", key.seed >> 32), ("step", key.step), ("layer", key.layer), ("sample", key.sample)):
+            args[name] = value
+        for name, x in self.results.items():
+            args[name] = _array(x)
+
+    def gradients(self, heads: tuple[int, ...]) -> None:
+        """dQ, dK and dV of these query heads; with groups, their shares of dK and dV."""
+        plan = _plan(self.precision, self.d, self.accumulator, self.key.layer, heads[0], self.shared_limit)
+        listed = self._list(heads, self.heads)
+        operands = [self._operand(site, plan) for site in self.inputs]
+        types = {"DQ": self._type("dq"), "DK": self._type("dk"), "DV": self._type("dv")}
+        pairs = self.batch * len(heads)
+        self.args["first"], self.args["count"] = 0, pairs
+        self._deltas(plan, pairs)
+
+        count, steps = self._steps(plan, pairs)
+        size = count * (steps[0][1] - steps[0][0])
+        tk, tk16 = self.shape.tk, -(-self.shape.tk // 16) * 16
+        if plan.fast:
+            ds, p = self.cupy.empty(size * tk16, np.uint16), None
+        else:
+            ds, p = (self.cupy.empty(size * tk, np.float32) for _ in range(2))
+            self.args["p"] = p.data.ptr
+        self.args["ds"] = ds.data.ptr
+        if self.sums is None and (self.group > 1 or len(steps) > 1 or self.precision.order == "eager"):
+            self.sums = tuple(self.cupy.empty((self.batch * self.heads, tk, self.d), np.float32) for _ in range(2))
+            self.args["dk_head"], self.args["dv_head"] = (x.data.ptr for x in self.sums)
+
+        for first in range(0, pairs, count):
+            self.args["first"], self.args["count"] = first, (now := min(count, pairs - first))
+            for r0, r1 in steps:
+                self.args["row0"], self.args["row1"] = r0, r1
+                self.args["begins"], self.args["ends"] = (r0, r1) == steps[0], (r0, r1) == steps[-1]
+                if plan.fast:
+                    self._fast(plan, types, now, r1 - r0)
+                else:
+                    self._any(plan, types, now, r1 - r0)
+        del operands, listed, ds, p  # kept until all that reads them is queued
+
+    def sum_heads(self, heads: tuple[int, ...]) -> None:
+        """dK and dV from the shares of groups that start with these query heads."""
+        plan = _plan(self.precision, self.d, self.accumulator, self.key.layer, heads[0], self.shared_limit)
+        listed = self._list(heads, self.heads // self.group)
+        count = self.batch * len(heads) * self.shape.tk * self.d
+        for name, shares in zip(("dk", "dv"), self.sums):
+            defines = {"OUT": self._type(name), "ROUNDED": f"attn_{name}"}
+            kernels.kernel("attention_heads", "attention_heads", defines, plan.headers)(
+                (min(-(-count // 256), 1 << 16),), (256,), (shares, _array(self.results[name]), np.int64(count), self.args))
+        del listed
+
+    def _list(self, heads: tuple[int, ...], all_heads: int) -> Any:
+        """Tells the kernels which heads are meant; the array is to be kept until they are queued."""
+        listed = None if len(heads) == all_heads else self.cupy.array(heads, np.int32)
+        self.args["heads"], self.args["listed"] = 0 if listed is None else listed.data.ptr, len(heads)
+        return listed
+
+    def _type(self, result: str) -> str:
+        return _TYPES[self.results[result].dtype.name]
+
+    def _operand(self, site: str, plan: _Plan) -> Any:
+        """Sets an operand: the input as it lies where that serves, else rounded into an array, which is returned."""
+        x, rounding = self.inputs[site], plan.rounding[site]
+        name, kv = {"attn.do": "dout"}.get(site, site[-1]), site in ("attn.k", "attn.v")
+        format = {"float": "fp32"}.get(plan.operand, plan.operand)
+        per_head = kv and mode_named(rounding.mode).needs_key and rounding.format != "fp32" and self.group > 1
+        if kv:
+            self.args[f"{name}_per_head"] = per_head
+        if _TYPES[x.dtype.name] == plan.operand and rounding.format == format and (not plan.fast or _aligned(x)):
+            self.args[name] = _array(x)
+            return None
+        width = -(-self.d // 8) * 8 if plan.fast else self.d
+        heads = self.heads if per_head else x.shape[1]
+        y = self.cupy.empty((self.batch, heads, x.shape[2], width), _DTYPES[plan.operand])
+        self.args[name] = _array(y)
+        defines = {"IN": _TYPES[x.dtype.name], "OUT": plan.operand, "ROUNDED": cuda_name(site)}
+        kernels.kernel("attention_operand", "attention_operand", defines, plan.headers)(
+            (min(-(-y.size // 256), 1 << 16),), (256,),
+            (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head), np.int64(y.size), self.args))
+        return y
+
+    def _deltas(self, plan: _Plan, pairs: int) -> None:
+        """δ and what else a row brings."""
+        do = self.inputs["attn.do"]
+        o = do if self.precision.delta_from == "p_dp" else self.o
+        defines = {"DO": _TYPES[do.dtype.name], "O": _TYPES[o.dtype.name]}
+        lse, m, l = (self.lse if x is None else x for x in (self.lse, self.m, self.l))
+        kernels.kernel("attention_delta", "attention_delta", defines, plan.headers)(
+            (-(-pairs * self.padded_rows * 8 // 256),), (256,), (_array(do), _array(o), lse, m, l, self.args))
+        if self.precision.delta_from == "p_dp":
+            self._any_kernel("delta", plan, {})((pairs * -(-self.shape.tq // 64),), (128,), (self.args,))
+
+    def _steps(self, plan: _Plan, pairs: int) -> tuple[int, list[tuple[int, int]]]:
+        """(sample, head) pairs at a time, and query rows at a time in the order of the sum."""
+        tq, tk = self.shape.tq, self.shape.tk
+        tiles = self.precision.tiles(self.d)
+        row = tk * (2 if plan.fast else 8)  # bytes
+        enough = min(pairs, -(-_BLOCKS // -(-tk // 128)))
+        if enough * tq * row <= SCRATCH:
+            return min(pairs, SCRATCH // (tq * row)), [(0, tq)]
+        whole = lcm(tiles.dkdv[0] or tq, tiles.dq[0] or tq)
+        rows = max(SCRATCH // (enough * row) // whole, 1) * whole
+        steps = [(r0, min(r0 + rows, tq)) for r0 in range(0, tq, rows)]
+        return enough, steps[::-1] if self.precision.order == "fa2" else steps
+
+    def _fast(self, plan: _Plan, types: dict[str, str], count: int, rows: int) -> None:
+        depth = -(-self.d // 16) * 16
+        keys, queries = (128, 128) if self.d <= 128 else (64, 64)
+        shared_dkdv, shared_dq = _shared_bytes(self.d)
+        dkdv = kernels.kernel("attention_dkdv", "attention_dkdv", {"HEAD_DIM": depth, "DK": types["DK"], "DV": types["DV"]},
+                              plan.headers, shared=shared_dkdv)
+        dq = kernels.kernel("attention_dq", "attention_dq", {"HEAD_DIM": depth, "DQ": types["DQ"]}, plan.headers, shared=shared_dq)
+        dkdv((count * -(-self.shape.tk // keys),), (256,), (self.args,), shared_mem=shared_dkdv)
+        dq((count * -(-rows // queries),), (256,), (self.args,), shared_mem=shared_dq)
+
+    def _any(self, plan: _Plan, types: dict[str, str], count: int, rows: int) -> None:
+        down, across, panels = (-(-n // 64) for n in (rows, self.shape.tk, self.d))
+        for name, blocks in (("scores", down * across), ("dkdv", across * panels), ("dq", down * panels)):
+            self._any_kernel(name, plan, types)((count * blocks,), (128,), (self.args,))
+
+    def _any_kernel(self, name: str, plan: _Plan, types: dict[str, str]) -> Any:
+        defines = {"OPERAND": plan.operand, "DQ": "float", "DK": "float", "DV": "float", **types}
+        return kernels.kernel("attention_backward_any", f"attention_any_{name}", defines, plan.headers)
+
+
+def _array(x: Any) -> np.ndarray:
+    """(batch, heads, T, D) as a kernel's Array; strides in elements."""
+    size = x.itemsize
+    return np.array((x.data.ptr, *(s // size for s in x.strides[:3])), _ARRAY)
+
+
+def _aligned(x: Any) -> bool:
+    """Whether rows can be copied 16 bytes at a time."""
+    return x.shape[-1] % 8 == 0 and all(n % 16 == 0 for n in (x.data.ptr, *x.strides[:3]))
+
+
+@functools.cache
+def _shared_limit(device: int) -> int:
+    """The most shared memory of a block, in bytes."""
+    runtime = kernels.import_cupy().cuda.runtime
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
