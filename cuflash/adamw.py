@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 
+from cuflash.linear import round_weight
 from cuflash.sites import Rounder
 
 
@@ -24,27 +25,23 @@ def adamw_update(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, rnd
     f = rnd.dtype
     if clip != 1.0:
         g *= f(clip)
-    g = _round(rnd, "grad", g)
+    g = round_weight(rnd, "grad", g)
     if weight_decay:
         w *= f(1 - lr * weight_decay)
     change = g - m
     change *= f(1 - beta1)
     m += change
-    m[...] = _round(rnd, "adam.m", m)
+    m[...] = round_weight(rnd, "adam.m", m)
     np.multiply(g, g, out=change)
     change *= f(1 - beta2)
     v *= f(beta2)
     v += change
-    v[...] = _round(rnd, "adam.v", v)
+    v[...] = round_weight(rnd, "adam.v", v)
     np.sqrt(v, out=change)
     change /= f(math.sqrt(1 - beta2 ** step))
     change += f(eps)
     np.divide(m, change, out=change)
     change *= f(lr / (1 - beta1 ** step))
     w -= change
-    w[...] = _round(rnd, "weight", w)
+    w[...] = round_weight(rnd, "weight", w)
 
-
-def _round(rnd: Rounder, site: str, x: np.ndarray) -> np.ndarray:
-    """A vector or matrix at a site of shape (1, out, in)."""
-    return rnd(site, x.reshape(1, -1, x.shape[-1])).reshape(x.shape)

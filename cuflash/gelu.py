@@ -47,15 +47,15 @@ def _slope(x: np.ndarray) -> np.ndarray:
 
 def _apply(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, x_format: str) -> np.ndarray:
     if x_format not in STORAGE or x.dtype == np.float64:
-        return function(x)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # x·x may overflow: φ is 0 there
+            return function(x)
     return _table(function, x_format)[x.astype(STORAGE[x_format]).view(np.uint16)]
 
 
 @functools.cache
 def _table(function: Callable[[np.ndarray], np.ndarray], x_format: str) -> np.ndarray:
     """The function at all 65,536 values of a 16-bit format, indexed by their bits."""
-    with np.errstate(all="ignore"):
-        return function(np.arange(1 << 16, dtype=np.uint16).view(STORAGE[x_format]).astype(np.float32))
+    return _apply(function, np.arange(1 << 16, dtype=np.uint16).view(STORAGE[x_format]).astype(np.float32), "fp32")
 
 
 def _exp(x: np.ndarray) -> np.ndarray:

@@ -22,9 +22,9 @@ def linear_forward(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, rnd: Roun
         y (…, out), and what backward needs: the rounded x and its format.
     """
     x = rnd("linear.x", x)
-    y = _dot(_rows(x), rnd("linear.w", w[None])[0].T, rnd, rnd.format("linear.x"), rnd.format("linear.w"))
+    y = _dot(_rows(x), round_weight(rnd, "linear.w", w).T, rnd, rnd.format("linear.x"), rnd.format("linear.w"))
     if b is not None:
-        y += rnd("linear.w", b[None, None])[0, 0]
+        y += round_weight(rnd, "linear.w", b)
     return rnd(y_site, y.reshape(*x.shape[:-1], len(w))), (x, rnd.format("linear.x"))
 
 
@@ -43,10 +43,23 @@ def linear_backward(dy: np.ndarray, saved: Saved, w: np.ndarray, rnd: Rounder, *
     x, x_format = saved
     dy = rnd("linear.dy", dy)
     dy_format = rnd.format("linear.dy")
-    dx = _dot(_rows(dy), rnd("linear.w", w[None])[0], rnd, dy_format, rnd.format("linear.w")).reshape(x.shape)
+    dx = _dot(_rows(dy), round_weight(rnd, "linear.w", w), rnd, dy_format, rnd.format("linear.w")).reshape(x.shape)
     dw = _dot(_rows(dy).T, _rows(x), rnd, dy_format, x_format)
-    db = rnd("linear.dw", column_sum(dy)[None, None])[0, 0] if bias else None
-    return rnd("linear.dx", dx), rnd("linear.dw", dw[None])[0], db
+    first = rnd.samples[0]
+    db = round_weight(rnd, "linear.dw", column_sum(dy), first) if bias else None
+    return rnd("linear.dx", dx), round_weight(rnd, "linear.dw", dw, first), db
+
+
+def round_weight(rnd: Rounder, site: str, w: np.ndarray, sample: int = 0) -> np.ndarray:
+    """A weight or bias at a site of axes (out, in). Its random words do not depend on the batch's samples.
+
+    sample: tells the micro-batches of a step apart, where each has its own value.
+    """
+    samples, rnd.samples = rnd.samples, (sample,)
+    try:
+        return rnd(site, w.reshape(1, -1, w.shape[-1])).reshape(w.shape)
+    finally:
+        rnd.samples = samples
 
 
 def _dot(a: np.ndarray, b: np.ndarray, rnd: Rounder, format_a: str, format_b: str) -> np.ndarray:
