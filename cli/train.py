@@ -1,0 +1,112 @@
+"""`cuflash train`."""
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from cuflash.cli.main import UserError, user_errors
+
+MANY = {"multiple": True}
+# Option, type, what it is. Defaults come from the model's preset (cuflash/model/config.py).
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of text, or .bin tokens "
+                    "of nanoGPT or llm.c.  [default: pydoc, the language reference that Python carries]"),
+    ("--model", str, "nano, mini, study, gpt2, or a TOML file of n_layer … bias.  [default: nano]"),
+    ("--n-layer", int, "Blocks."),
+    ("--n-head", int, "Attention heads; divides n-embd."),
+    ("--n-embd", int, "Width."),
+    ("--block-size", int, "Context length in tokens."),
+    ("--batch-size", int, "Sequences in a micro-batch."),
+    ("--grad-accum", int, "Micro-batches in a step.  [default: 1]"),
+    ("--steps", int, "Steps of training."),
+    ("--lr", float, "Highest learning rate."),
+    ("--min-lr", float, "Learning rate at the end of the cosine.  [default: lr/10]"),
+    ("--warmup-steps", int, "Steps of linear warm-up."),
+    ("--lr-decay-steps", int, "Step where the cosine ends.  [default: steps]"),
+    ("--schedule", str, "After warm-up: cosine or constant."),
+    ("--weight-decay", float, "AdamW's, on matrices."),
+    ("--beta1", float, "AdamW's.  [default: 0.9]"),
+    ("--beta2", float, "AdamW's.  [default: 0.95]"),
+    ("--grad-clip", float, "Largest gradient norm; 0 never clips.  [default: 1]"),
+    ("--seed", int, "Of weights and stochastic rounding.  [default: 1]"),
+    ("--data-seed", int, "Of batches, a function of it and the step.  [default: 1]"),
+    ("--precision", str, "fp32, fp64, bf16, bf16-fa2, fp16-fa2, bf16-stream, all-FORMAT, or a TOML file.  [default: bf16-fa2]"),
+    ("--round", MANY, "[fwd/|bwd/][L1/][H0,6-8/][MODULE/]SITE=FORMAT[:MODE]; repeatable, later wins."),
+    ("--set", MANY, "A switch: delta_from=p_dp, tile=128,128, accumulator=hopper, …; repeatable."),
+    ("--fix", str, "Of attention's row maximum: off, on, qiu-b2, qiu-b7, capped[:cap=…], FILE.py:NAME.  [default: off]"),
+    ("--algorithm", str, "flash or plain."),
+    ("--device", str, "auto, cpu or gpu.  [default: auto]"),
+    ("--eval-every", int, "Steps between losses on the validation text; 0 never.  [default: 0]"),
+    ("--checkpoint-every", int, "Steps between checkpoints; 0 writes one at the end.  [default: 0]"),
+    ("--keep", int, "Checkpoints kept, the last ones; 0 keeps all.  [default: 3]"),
+    ("--log-every", int, "Steps between lines of the log and of metrics.csv.  [default: 10]"),
+]
+
+
+def _options(command: Any) -> Any:
+    for name, kind, text in reversed(OPTIONS):
+        command = click.option(name, help=text, **(kind if kind is MANY else {"type": kind}))(command)
+    return command
+
+
+@click.command()
+@_options
+@click.option("--out", type=str, help="Run folder.  [default: runs/MODEL-PRECISION-FIX]")
+@click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint, bit for bit.")
+@click.option("--config", type=str, help="TOML of these options, as a run's config.toml; flags override it.")
+@click.option("--dry-run", is_flag=True, help="Print parameters, memory, FLOPs and time, and train nothing.")
+def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **flags: Any) -> None:
+    """Train a GPT, every rounding as chosen.
+
+    With no option: a small GPT on the language reference that Python carries, about a minute on two
+    CPU cores, and a few lines of text from it at the end.
+    """
+    from cuflash.model import session
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    with user_errors():
+        options = session.options(config, given)
+        if dry_run:
+            for line in session.dry_run(options):
+                click.echo(line)
+            return
+        run = session.resume(out, given, config) if resume else session.start(out, options, sys.argv[1:])
+    with run, _stop_on_ctrl_c() as stopped, _progress(run.trainer.state.step, run.config.steps) as (say, advance):
+        try:
+            run.train(say, advance, lambda: bool(stopped))
+        except session.NonFinite as e:
+            raise UserError(f"{e}. The state before that step is kept in {run.folder.path}; --round or --fix may help.") from e
+        except OSError as e:
+            raise UserError(f"{e}; the checkpoints before it are whole, and --resume --out {run.folder.path} continues") from e
+    click.echo(run.closing(bool(stopped)))
+
+
+@contextlib.contextmanager
+def _stop_on_ctrl_c() -> Iterator[list[int]]:
+    """The first Ctrl-C asks the loop to end after its step with a checkpoint; a second one interrupts."""
+    stopped: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        stopped.append(number)
+        signal.signal(signal.SIGINT, before)
+        click.echo("\nstopping after this step; once more to stop at once", err=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _progress(step: int, steps: int) -> Iterator[tuple[Any, Any]]:
+    """(say, advance): in a terminal lines above a bar with the time left, in a pipe plain lines."""
+    if not sys.stdout.isatty():
+        yield (lambda text: print(text, flush=True)), None
+        return
+    from tqdm import tqdm
+    with tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout) as bar:
+        yield bar.write, lambda at: bar.update(at - bar.n)
