@@ -10,6 +10,7 @@ that code (`round_to`, `dot`).
 """
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -278,9 +279,10 @@ def _example(mode: Mode, seed: int) -> str:
              f"The same without the small rest of acc: {acc!r} becomes {without!r}", "",
              *_sum([without, v], bf16, mode, seed, labels=["acc", "v"]), "", "─" * 100]
     if mode.name == "rne":
-        lines += ["Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same sign sets",
-                  "the sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 and V of one",
-                  "sign make ties in half of their sums: their Ō is off by a quarter of an ulp on average."]
+        lines += textwrap.wrap(
+            "Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same sign sets the "
+            "sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 and V of one sign make "
+            "ties in half of their sums: their Ō is off by a quarter of an ulp on average.", 100)
     return "\n".join(lines)
 
 
@@ -332,7 +334,7 @@ def _groups(pairs: list[list[float]], start: float, accumulator: str, f: Format)
     """Numerics section 5, group by group: the terms on a common grid, what is cut off, the sum."""
     core = TENSOR_CORES[accumulator]
     length = core.products // 2 if f.name == "tf32" else core.products
-    lines = [f"  {length} products and the accumulator at once; each term is cut toward zero to a multiple of "
+    lines = [f"  {length} products and the accumulator at once, each cut toward zero to a multiple of "
              f"2^(e_max − {core.fraction_bits})"]
     acc = start
     for k0 in range(0, len(pairs), length):
@@ -346,19 +348,19 @@ def _groups(pairs: list[list[float]], start: float, accumulator: str, f: Format)
         e_max = max(e for _, _, e in terms)
         scale = Fraction(2)**e_max
         lines += ["", f"  k = {k0} to {k0 + len(group) - 1}, e_max = {e_max}",
-                  f"  {'term':<24} {'exponent':>8}   {'significand in 2^e_max, cut':<{core.fraction_bits + 6}} cut off"]
+                  f"  {'term':<26} {'exponent':>8}   {'significand in 2^e_max, cut':<{core.fraction_bits + 6}} cut off"]
         total = Fraction(0)
         for label, value, exponent in terms:
             cut = _toward_zero(value, e_max - core.fraction_bits)
             total += cut
-            lines.append(f"  {label:<24} {exponent:>8}  {'−' if cut < 0 else ' '}"
+            lines.append(f"  {label:<26} {exponent:>8}  {'−' if cut < 0 else ' '}"
                          f"{_binary(abs(cut) / scale, core.fraction_bits, 3):<{core.fraction_bits + 6}}"
                          f"{_lost(value - cut)}".rstrip())
         last = max(_exponent(float(total), _FP32) - 23, -149) if total else 0
         kept = _toward_zero(total, last)
-        lines.append(f"  {'sum, exact':<24} {'':>8}  {'−' if total < 0 else ' '}"
+        lines.append(f"  {'sum, exact':<26} {'':>8}  {'−' if total < 0 else ' '}"
                      f"{_binary(abs(total) / scale, core.fraction_bits, 3)}")
-        lines.append(f"  {'cut to 24 bits':<24} {'':>8}  {'−' if kept < 0 else ' '}"
+        lines.append(f"  {'cut to 24 bits':<26} {'':>8}  {'−' if kept < 0 else ' '}"
                      f"{_binary(abs(kept) / scale, core.fraction_bits, 3):<{core.fraction_bits + 6}}{_lost(total - kept)}".rstrip())
         acc = math.copysign(math.inf, kept) if abs(kept) >= 2**128 else float(kept)
         if math.isinf(acc):
@@ -389,7 +391,7 @@ def _toward_zero(x: Fraction, exponent: int) -> Fraction:
 
 
 def _short(x: float) -> str:
-    return f"{x:.6g}"
+    return f"{x:.5g}"
 
 
 def _lost(x: Fraction) -> str:
