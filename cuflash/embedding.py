@@ -22,14 +22,18 @@ def embedding_forward(idx: np.ndarray, wte: np.ndarray, wpe: np.ndarray, rnd: Ro
 def embedding_backward(dy: np.ndarray, idx: np.ndarray, vocab_size: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Gradients of both embeddings: dwte (vocab_size, C), dwpe (block_size, C).
 
-    Order: each row of dwte sums its tokens' dy from +0, samples ascending and positions ascending
-    within a sample; each row of dwpe sums samples ascending.
+    Order: each row of dwte sums its tokens' dy from +0 within a sample, positions ascending, then these sums
+    from +0, samples ascending; each row of dwpe sums samples ascending.
     """
     B, T, C = dy.shape
-    dwte = np.zeros(vocab_size * C, dy.dtype)
-    elements = idx.reshape(-1, 1).astype(np.int64) * C + np.arange(C)
-    np.add.at(dwte, elements.reshape(-1), dy.reshape(-1))  # unbuffered: adds in the order of its index
+    dwte = np.zeros((vocab_size, C), dy.dtype)
+    for b in range(B):
+        tokens, inverse = np.unique(idx[b], return_inverse=True)
+        sums = np.zeros(len(tokens) * C, dy.dtype)
+        elements = inverse.reshape(-1, 1) * C + np.arange(C)
+        np.add.at(sums, elements.reshape(-1), dy[b].reshape(-1))  # unbuffered: adds in the order of its index
+        dwte[tokens] += sums.reshape(-1, C)
     dwpe = np.zeros((block_size, C), dy.dtype)
     for b in range(B):
         dwpe[:T] += dy[b]
-    return dwte.reshape(vocab_size, C), dwpe
+    return dwte, dwpe

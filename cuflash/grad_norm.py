@@ -3,18 +3,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cuflash.reduce import total_sum
+from cuflash.reduce import MOST, block_sums, row_sum
 
 
 def grad_norm(gradients: Iterable[np.ndarray]) -> float:
-    """√Σg² over all arrays: squares summed by `total_sum` in each array, the arrays' sums in the order given."""
-    total = None
-    for g in gradients:
-        squares = total_sum(g * g)
-        total = squares if total is None else total + squares
-    if total is None:
+    """√Σg² over all arrays: the `block_sums` of each array's squares, one after the other, summed as `row_sum` by
+    1024 threads."""
+    sums = [block_sums(g * g) for g in gradients]
+    if not sums:
         raise ValueError("gradients: needs at least one array")
-    return float(np.sqrt(total))
+    return float(np.sqrt(row_sum(np.concatenate(sums), MOST)))
 
 
 def clip_factor(norm: float, grad_clip: float) -> float:

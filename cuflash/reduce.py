@@ -1,51 +1,59 @@
-"""Sums outside attention, in a stated order (numerics.md section 7): the order of the CUDA kernels.
+"""Sums outside attention, in a stated order (numerics.md section 7): the order of cuda/reduce.cuh.
 
 Only + is used, so the bits are the same on every machine. Partial sums start from +0, so a sum is
 never −0 and zero padding changes no bits.
+
+Threads take four neighbours at a time, as they load them.
 """
 import numpy as np
 
-LANES = 32        # a warp
+WARP = 32         # threads that join by themselves
+FOUR = 4          # neighbours that a thread loads at once
+MOST = 1024       # threads of the largest block
 CHUNK_ROWS = 16   # rows that one thread walks in column_sum
-BLOCK = 256       # threads of a block in total_sum,
-STRIDES = 32      # and elements that each of them walks
+CHUNKS = 32       # sums of chunks that then run side by side
+BLOCK = 8192      # elements of a block in total_sum, by 256 threads
 
 
-def row_sum(x: np.ndarray) -> np.ndarray:
-    """Sums over the last axis, as a warp does one row: (…, n) -> (…).
+def row_sum(x: np.ndarray, threads: int = WARP) -> np.ndarray:
+    """Sums over the last axis, as a block of `threads` threads does one row: (…, n) -> (…).
 
-    Lane i adds elements i, i+32, i+64, … ascending; then lanes join (i, i+16), (i, i+8), …, (i, i+1).
+    Element i is added to sum i mod 4·threads, ascending. Thread t has the sums 4t … 4t+3 and joins them as
+    (s0 + s1) + (s2 + s3); the threads of a warp then join (i, i+16), (i, i+8), …, (i, i+1), and the
+    warps likewise, half against half.
     """
-    x = _padded(x, LANES, axis=-1)
-    columns = x.reshape(-1, x.shape[-1] // LANES, LANES)
-    lanes = np.ascontiguousarray(_ascending(columns).T)
-    return _butterfly(lanes).reshape(x.shape[:-1])
+    width = FOUR * threads
+    x = _padded(x, width, axis=-1)
+    sums = np.ascontiguousarray(_ascending(x.reshape(-1, x.shape[-1] // width, width)).T)
+    s0, s1, s2, s3 = sums.reshape(threads, FOUR, -1).swapaxes(0, 1)
+    warps = ((s0 + s1) + (s2 + s3)).reshape(threads // WARP, WARP, -1).swapaxes(0, 1)
+    return _joined(_joined(warps)).reshape(x.shape[:-1])
+
+
+def row_threads(n: int) -> int:
+    """Threads that sum a row of n elements where a row may be a whole vocabulary."""
+    return WARP if n <= 4 * MOST else MOST
 
 
 def column_sum(x: np.ndarray) -> np.ndarray:
     """Sums over all axes but the last: (…, c) -> (c).
 
-    Rows in chunks of 16, ascending within a chunk; the chunks' sums are summed likewise, until one is left.
+    Rows in chunks of 16, ascending within a chunk. Chunk j is added to sum j mod 32, ascending; these
+    join (i, i+16), …, (i, i+1).
     """
-    x = x.reshape(-1, x.shape[-1])
-    while len(x) > 1:
-        x = _padded(x, min(CHUNK_ROWS, len(x)), axis=0)
-        x = _ascending(x.reshape(-1, min(CHUNK_ROWS, len(x)), x.shape[-1]))
-    return x[0] + 0
+    x = _padded(x.reshape(-1, x.shape[-1]), CHUNK_ROWS, axis=0)
+    chunks = _padded(_ascending(x.reshape(-1, CHUNK_ROWS, x.shape[-1])), CHUNKS, axis=0)
+    return _joined(_ascending(chunks.reshape(-1, CHUNKS, x.shape[-1]).swapaxes(0, 1)))
+
+
+def block_sums(x: np.ndarray) -> np.ndarray:
+    """Sums of each 8192 elements in C order, as blocks of 256 threads do (`row_sum`): one-dimensional."""
+    return row_sum(_padded(x.reshape(-1), BLOCK, axis=0).reshape(-1, BLOCK), BLOCK // 32)
 
 
 def total_sum(x: np.ndarray) -> np.floating:
-    """Sums everything, as blocks of 256 threads do, in C order: a scalar.
-
-    Blocks of 8192 elements; thread i adds elements i, i+256, … ascending, then threads join (i, i+128),
-    …, (i, i+1). The blocks' sums are summed likewise, until one is left.
-    """
-    x = x.reshape(-1)
-    while True:
-        x = _padded(x, BLOCK * STRIDES, axis=0).reshape(-1, STRIDES, BLOCK)
-        x = _butterfly(np.ascontiguousarray(_ascending(x).T))
-        if len(x) == 1:
-            return x[0]
+    """Sums everything: the `block_sums`, then these by 1024 threads. A scalar."""
+    return row_sum(block_sums(x), MOST)[()]
 
 
 def _ascending(x: np.ndarray) -> np.ndarray:
@@ -56,12 +64,12 @@ def _ascending(x: np.ndarray) -> np.ndarray:
     return total
 
 
-def _butterfly(lanes: np.ndarray) -> np.ndarray:
-    """(a power of two, n) -> (n): the two halves are added until one row is left."""
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0]
+def _joined(x: np.ndarray) -> np.ndarray:
+    """(a power of two, …) -> (…): the two halves are added until one is left."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = x[:half] + x[half:]
+    return x[0]
 
 
 def _padded(x: np.ndarray, multiple: int, axis: int) -> np.ndarray:
