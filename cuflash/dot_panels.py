@@ -47,8 +47,8 @@ def sequential_panel(x: NDArray, y: NDArray, out: NDArray) -> None:
         for i in blocks(out):
             xi = np.ascontiguousarray(xk[:, :, i])
             x_bits, x_low, x_high = _extent(xi)
-            bits = x_bits + y_bits  # a product's last bit is no lower than its exponent less this
-            tiny = x_low * y_low < np.ldexp(1.0, bits - 149)  # may have bits below 2^-149
+            bits = x_bits + y_bits  # a product's last bit is no lower than its exponent less this, less 1
+            tiny = x_low * y_low < np.ldexp(1.0, bits - 148)  # may have bits below 2^-149
             acc = np.ascontiguousarray(out[:, i])
             _fma_chunk(xi[..., None], yk[:, :, None], acc, bits <= 22, tiny, x_high * y_high < 2.0**128)
             out[:, i] = acc
@@ -93,8 +93,8 @@ def _add_rounded(p: NDArray, q: NDArray, out: NDArray, s: NDArray, tiny: bool) -
     """out (fp32) = p + q (fp64), rounded once; s is scratch, all contiguous.
 
     fl64(p + q) rounds to fp32 as p + q does unless it is a point midway between two fp32 numbers: its last 29
-    bits are 100… or, where p + q may be finer than 2^-149 (tiny), it is subnormal. Such sums are moved off by
-    the sign of their error.
+    bits are 100… or, where p + q may be finer than 2^-149 (tiny), it is subnormal. Such sums are moved off
+    by the sign of their error.
     """
     np.add(p, q, out=s)
     doubtful = (s.view(np.int64) & 0x1FFFFFFF) == 1 << 28
