@@ -1,9 +1,11 @@
 """`cuflash audit FILE`: which roundings of attention are biased on captured q, k, v and dO."""
 import json
 import math
+import os
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import numpy as np
@@ -53,6 +55,8 @@ def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], setti
                 raise ValueError(f"--scale is {scale}; valid under order=fa2 ({p.name}): a number above 0")
         fixed = as_fix(fix)
         arrays = read_tensors(file, KEYS, OPTIONAL)
+        if json_file and not os.access(Path(json_file).absolute().parent, os.W_OK):
+            raise ValueError(f"--json {json_file}: its folder does not exist or cannot be written")
         capture = Capture.of(**arrays, causal=causal, scale=scale, layout=layout, layer=layer,
                              heads=_numbers("--heads", heads), batch=_numbers("--batch", batch))
     click.echo("\n".join(_inputs(file, arrays, capture)))
@@ -62,9 +66,12 @@ def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], setti
             results.append(run_audit(capture, precision, fix=fixed, cures=cures, progress=bar))
         click.echo("\n" + "\n".join(report(results[-1], capture)))
     if json_file:
-        with user_errors(), open(json_file, "w", encoding="utf-8") as f:
-            json.dump({"file": file, "causal": capture.causal, "scale": capture.scale, "layer": layer,
-                       "audits": [r.to_dict() for r in results]}, f, indent=1, default=float)
+        data = {"file": file, "causal": capture.causal, "scale": capture.scale, "layer": layer,
+                "audits": [r.to_dict() for r in results]}
+        with user_errors():
+            beside = Path(f"{json_file}.tmp")
+            beside.write_text(json.dumps(data, indent=1), encoding="utf-8")
+            beside.replace(json_file)
 
 
 class _Bar:
@@ -122,7 +129,7 @@ def _sites(a: Audit) -> Iterator[str]:
     yield (f"Biased roundings: mean error in ulp, signed and away from zero, {SIGNIFICANT:g} standard errors or more"
            if biased else f"No rounding is biased: no mean error reaches {SIGNIFICANT:g} standard errors")
     if biased:
-        yield (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>16} {'z':>6}"
+        yield (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>7} {'z':>6}"
                f"  {'over':>6} {'under':>6}")
         yield from (_site(s) for s in biased)
     for label, names in (("not biased", [s.site for s in rest]), ("nothing lost", a.exact)):
@@ -132,12 +139,8 @@ def _sites(a: Audit) -> Iterator[str]:
 
 
 def _site(s: SiteStatistics) -> str:
-    return (f"  {s.site:<15} {s.rounding:<8} {s.count:>11,}  {_mean(s.mean, s.se)} {_z(s.z)}"
-            f"  {_mean(s.away, s.away_se)} {_z(s.away_z)}  {s.overflow:>6,} {s.underflow:>6,}")
-
-
-def _mean(mean: float, se: float) -> str:
-    return f"{mean:>+8.4f} ± {se:.4f}"
+    return (f"  {s.site:<15} {s.rounding:<8} {s.count:>11,}  {s.mean:>+7.4f} ± {s.se:.4f} {_z(s.z)}"
+            f"  {s.away:>+7.4f} {_z(s.away_z)}  {s.overflow:>6,} {s.underflow:>6,}")
 
 
 def _z(z: float) -> str:
