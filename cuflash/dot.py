@@ -19,7 +19,7 @@ ACCUMULATORS = ("sequential", "hopper", "ampere", "library", "exact")
 
 Panel = Callable[[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]], None]
 
-_DTYPES = {storage_dtype(name): format_named(name) for name in ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")}
+_DTYPES = {storage_dtype(f): f for f in map(format_named, ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"))}
 
 
 def dot(a: NDArray, b: NDArray, c: NDArray | None = None, *, accumulator: str = "sequential",
@@ -92,15 +92,13 @@ def _operand(name: str, x: NDArray, given: Format | None) -> tuple[NDArray[np.fl
 def common_format(format_a: str | Format, format_b: str | Format) -> Format | None:
     """The format a tensor core takes both operands in: the first of bf16, fp16, tf32 that holds both
     exactly; None if none does."""
+    a, b = as_format(format_a), as_format(format_b)
+    exponent_bits = max(a.exponent_bits, b.exponent_bits)
+    mantissa_bits = max(a.mantissa_bits, b.mantissa_bits)
     for common in map(format_named, ("bf16", "fp16", "tf32")):
-        if all(_holds(common, as_format(f)) for f in (format_a, format_b)):
+        if exponent_bits <= common.exponent_bits and mantissa_bits <= common.mantissa_bits:
             return common
     return None
-
-
-def _holds(outer: Format, inner: Format) -> bool:
-    return (inner.mantissa_bits <= outer.mantissa_bits and inner.emax <= outer.emax
-            and inner.smallest >= outer.smallest)
 
 
 def dot_fp32(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float32] | None, accumulator: str,
@@ -159,6 +157,6 @@ def _panel(accumulator: str, format_a: Format, format_b: Format) -> Panel | None
         raise unknown("accumulator", accumulator, ACCUMULATORS)
     common = common_format(format_a, format_b)
     if common is None:
-        raise ValueError(f"accumulator {accumulator!r}: no operand format of a tensor core (bf16, fp16, tf32) holds "
-                         f"both {format_a.name} and {format_b.name}: use accumulator='sequential'")
+        raise ValueError(f"accumulator {accumulator!r}: no format of a tensor core's operands (bf16, fp16, tf32) "
+                         f"holds both {format_a.name} and {format_b.name}: use accumulator='sequential'")
     return partial(tensor_core_panel, core=TENSOR_CORES[accumulator], format=common)

@@ -62,8 +62,8 @@ def tensor_core_panel(x: NDArray, y: NDArray, out: NDArray, *, core: TensorCore,
 class _Operand:
     """A chunk (n, K, m) of an operand, cut into groups along k.
 
-    values (n, groups, L, m) fp32; exponent likewise int16; top (n, groups, m) int16, a group's largest exponent;
-    scaled = values / 2^top in fp32 and relative = exponent - top in int8, flushed.
+    values (n, groups, L, m) fp32; exponent likewise int16; top (n, groups, m) int16, a group's largest
+    exponent; scaled = values / 2^top in fp32 and relative = exponent - top in int8, flushed.
     """
 
     def __init__(self, x: NDArray[np.float32], length: int, emin: int) -> None:
@@ -159,8 +159,8 @@ class _Group:
 
     def _sum_of_cut_terms(self, x: _Operand, y: _Operand, g: int) -> None:
         """total, in units of 2^(e_max - F); leaves 2^(F - e_max) in bits."""
-        p, cut, part, total, bits, factor = self.product, self.cut, self.part, self.total, self.bits, self.factor
-        fraction_bits = self.core.fraction_bits
+        p, cut, part, total = self.product, self.cut, self.part, self.total
+        bits, factor, fraction_bits = self.bits, self.factor, self.core.fraction_bits
         np.copyto(bits, self.e_max)
         np.subtract(np.int64(fraction_bits + 1023), bits, out=bits)
         np.left_shift(bits, 52, out=bits)
@@ -205,11 +205,12 @@ class _Group:
                 total += np.trunc(terms[:, k] / unit)
             total.view(np.int64)[...] &= -1 << 29
             total = np.trunc(total * unit * 2.0**149) * 2.0**-149
-            result[start:start + _REPAIRS] = np.where(np.abs(total) >= 2.0**128, np.copysign(np.inf, total), total)
+            total[np.abs(total) >= 2.0**128] *= np.inf
+            result[start:start + _REPAIRS] = total
         return result
 
     def _special(self, x: _Operand, y: _Operand, g: int) -> NDArray[np.float64] | None:
-        """Where a term is Inf or NaN, the result; elsewhere finite, for in fp64 other terms sum to below 2^261."""
+        """The result where a term is Inf or NaN; finite elsewhere, since other terms sum to below 2^261."""
         if x.finite and y.finite and np.isfinite(self.acc).all():
             return None
         total = self.acc.copy()

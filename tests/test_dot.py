@@ -99,7 +99,7 @@ def assert_same_bits(got, want):
     words = np.where(np.isnan(want), NAN_WORD, want.view(np.int32))
     wrong = np.argwhere(got.view(np.int32) != words)
     assert not len(wrong), f"{len(wrong)} of {want.size} wrong, first at {wrong[0]}: " \
-                           f"{got[tuple(wrong[0])].hex()} is not {want[tuple(wrong[0])].hex()}"
+                           f"{float(got[tuple(wrong[0])]).hex()} is not {float(want[tuple(wrong[0])]).hex()}"
 
 
 # ---- operands -----------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ def assert_same_bits(got, want):
 def held(x, name):
     """x as fp32 values of the format; what overflows is the largest number."""
     x = np.asarray(x, np.float32)
-    if name == "tf32":
-        return (x.view(np.int32) & ~0x1FFF).view(np.float32)
+    f = format_named(name)
+    if f.exponent_bits == 8 and name not in ("bf16", "fp32"):
+        return (x.view(np.int32) & -1 << 23 - f.mantissa_bits).view(np.float32)
     dtype = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}[name]
-    top = format_named(name).max
-    return np.where(np.isfinite(x), np.clip(x, -top, top), x).astype(dtype).astype(np.float32)
+    return np.where(np.isfinite(x), np.clip(x, -f.max, f.max), x).astype(dtype).astype(np.float32)
 
 
 def scattered(rng, shape, low, high):
@@ -130,12 +130,14 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
     a, b, c = (rng.standard_normal(s) for s in (sa, sb, sc))
     wide = 12 if name == "fp16" else 30
     if kind == "wide":
-        a, b, c = scattered(rng, sa, -wide, wide), scattered(rng, sb, -wide, wide), scattered(rng, sc, -140, 128)
+        a, b = scattered(rng, sa, -wide, wide), scattered(rng, sb, -wide, wide)
+        c = scattered(rng, sc, -140, 128)
     elif kind == "one sign":
         a, b, c = abs(a), abs(b), abs(c)
     elif kind == "top significands":  # sums of products just below 4
         a, b, c = (np.full(s, 2.0 - 2.0**-f.mantissa_bits) for s in (sa, sb, sc))
-        a, b, c = a * rng.choice([1, -1], (rows, 1)), b * rng.choice([1, 2], (1, cols)), c * rng.choice([1, -1], sc)
+        a, b = a * rng.choice([1, -1], (rows, 1)), b * rng.choice([1, 2], (1, cols))
+        c *= rng.choice([1, -1], sc)
     elif kind == "cancellation":
         half = depth // 2
         a[:, half:2 * half] = a[:, :half]
@@ -152,7 +154,7 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
         a, b = scattered(rng, sa, low, low + 13), scattered(rng, sb, low, low + 13)
         c = rng.integers(-2**24, 2**24, sc) * 2.0**-149
     elif kind == "zeros":
-        a, b, c = some(rng, a, 0.6, [0.0, -0.0]), some(rng, b, 0.6, [0.0, -0.0]), some(rng, c, 0.6, [0.0, -0.0])
+        a, b, c = (some(rng, x, 0.6, [0.0, -0.0]) for x in (a, b, c))
         a[:3], b[:, :3] = 0, 0
     elif kind == "lonely":  # rows and columns whose largest elements never meet
         high, low = ((10, 14), (-24, -4)) if name == "fp16" else ((30, 34), (-45, -5))
@@ -171,7 +173,7 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
             c = rng.choice([-1, 1], sc) * np.float32(3.4028235e38)
             a, b = a * 60000, b * 60000
         else:
-            a, b = scattered(rng, sa, 61, 64), scattered(rng, sb, 61, 64)
+            a, b = scattered(rng, sa, 61, 65), scattered(rng, sb, 61, 65)
             c = rng.choice([-1, 0, 1], sc) * np.float32(3.4028235e38)
     elif kind == "overflow by sum":  # and back: Inf stays
         low, high = (13, 15) if name == "fp16" else (60, 63)
@@ -180,14 +182,24 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
     elif kind == "zero term":  # products below 2^-133: the exponent of a zero is the largest
         a, b = scattered(rng, sa, -73, -69), scattered(rng, sb, -73, -69)
         c = np.zeros(sc)
-    elif kind == "ties":  # sums that fall midway between two fp32 numbers, or just off
-        a, b = rng.choice([1, -1, 2.0**-12, 2.0**-14], sa), rng.choice([1, 2.0**-12, 2.0**-13], sb)
-        c = rng.integers(2**23, 2**24, sc) * rng.choice([-1, 1], sc)
+    elif kind == "last bits at 2^-149":  # some products just have finer ones
+        e = -6 if name == "fp16" else f.mantissa_bits - 75
+        a, b = scattered(rng, sa, e, e + 2), scattered(rng, sb, e, e + 2)
+        c = rng.integers(-2**24, 2**24, sc) * 2.0**-149
+    elif kind == "ties":  # sums midway between two fp32 numbers, or off by a bit of fp64 or less
+        last = 2.0**-f.mantissa_bits
+        a, b = (rng.choice([1, 1 - last / 2, 1 + last, -1], s) * rng.choice([0.5, 1], s) for s in (sa, sb))
+        c = rng.integers(2**22, 2**24, sc) * rng.choice([-1, 1], sc)
+        if name != "fp16":
+            subnormal = rng.choice([1, 2.0**-74], (rows, 1))
+            a, b = a * subnormal, b * rng.choice([1, 2.0**-75], (1, cols))
+            c = c * np.where(subnormal < 1, 2.0**-149, 1)
     return held(a, name), held(b, name), np.asarray(c, np.float32)
 
 
-KINDS = ("normal", "wide", "one sign", "top significands", "cancellation", "small integers", "subnormal operands",
-         "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "overflow by sum", "zero term", "ties")
+KINDS = ("normal", "wide", "one sign", "top significands", "cancellation", "small integers",
+         "subnormal operands", "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "overflow by sum", "zero term",
+         "last bits at 2^-149", "ties")
 DEPTHS = (1, 5, 16, 37, 48)
 
 
@@ -203,7 +215,7 @@ def test_tensor_core(accumulator, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "e8m11", "e8m12", "fp32"])
 @pytest.mark.parametrize("accumulator", ["sequential", "exact"])
 def test_fma_and_exact(accumulator, name, kind):
     rng = np.random.default_rng([KINDS.index(kind), len(name), 1])
@@ -213,6 +225,20 @@ def test_fma_and_exact(accumulator, name, kind):
         assert_same_bits(got, model(a, b, c, accumulator, name))
 
 
+@pytest.mark.parametrize("start, half", [
+    (1, 2.0**-24), (2.0**-130, 2.0**-150), (np.finfo(np.float32).max, 2.0**103)])
+@pytest.mark.parametrize("sign", [-1, 0, 1])
+def test_exact_where_two_doubles_are_not_enough(start, half, sign):
+    """start + half is midway between two fp32 numbers, and what decides is far below the terms that cancel."""
+    scale = 2.0**50 if half < 1 else 2.0**-50  # halves and less as products of two fp32 numbers
+    terms = [(start, 1), (half * scale, 1 / scale), (sign * half * scale, 2.0**-75 / scale),
+             (2.0**90, 2.0**60), (-2.0**90, 2.0**60)]
+    for order in range(20):
+        pairs = np.random.default_rng(order).permutation(np.array(terms)).astype(np.float32)
+        a, b, c = pairs[None, :, 0], pairs[:, 1, None], np.zeros((1, 1), np.float32)
+        assert_same_bits(dot_fp32(a, b, c, "exact", "fp32", "fp32"), model(a, b, c, "exact", "fp32"))
+
+
 # ---- what a product is, whatever its accumulator --------------------------------------------------
 
 DEFINED = ("sequential", "hopper", "ampere", "exact")
@@ -220,7 +246,7 @@ DEFINED = ("sequential", "hopper", "ampere", "exact")
 
 @pytest.mark.parametrize("accumulator", DEFINED)
 def test_blocks_do_not_change_bits(accumulator):
-    """More rows, columns and k than one block holds, of wide exponents, against the model and against slices."""
+    """More rows, columns and k than one block holds, of wide exponents, against model and slices."""
     rng = np.random.default_rng(1)
     a, b, c = operands("wide", "bf16", rng, 600, 70, 1100)
     a[:, 300] = a[:, 17] = 0
@@ -291,14 +317,13 @@ def test_library_is_matmul():
 
 
 def test_accumulators_differ():
-    """The worked difference: 1 + 2^-24 + 2^-24 is kept by the exact sum and by F = 25, not by fp32 or by F = 24 RZ."""
+    """1 and terms of half an ulp are summed before they are rounded, except by `sequential`."""
     a = np.array([[1, 2.0**-12, 2.0**-12]], np.float16)
     b = np.array([[1], [2.0**-12], [2.0**-12]], np.float16)
     got = {name: dot(a, b, accumulator=name).item() for name in DEFINED}
     up = 1 + 2.0**-23
     assert got == {"sequential": 1.0, "hopper": up, "ampere": up, "exact": up}
-    a[0, 1:] = 2.0**-13  # terms of 2^-25: on hopper's grid, below ampere's
-    b = np.array([[1], [2.0**-12], [2.0**-12]], np.float16)
+    a[0, 1:] = 2.0**-13  # four terms of 2^-25: on hopper's grid, below ampere's
     more = np.concatenate([a, a[:, 1:]], axis=1), np.concatenate([b, b[1:]])
     got = {name: dot(*more, accumulator=name).item() for name in DEFINED}
     assert got == {"sequential": 1.0, "hopper": up, "ampere": 1.0, "exact": 1.0 + 2.0**-23}
@@ -333,7 +358,8 @@ def test_numpy_settings_are_left_alone():
 @pytest.mark.parametrize("a, b, common", [
     ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("tf32", "tf32", "tf32"), ("bf16", "fp16", "tf32"),
     ("fp8_e4m3", "fp8_e4m3", "bf16"), ("fp8_e5m2", "fp16", "fp16"), ("fp8_e4m3", "bf16", "bf16"),
-    ("e5m8", "fp8_e4m3", "fp16"), ("e5m8", "bf16", "tf32"), ("e6m8", "e6m8", "tf32"), ("e8m1", "e2m10", "tf32"),
+    ("e5m8", "fp8_e4m3", "fp16"), ("e5m8", "bf16", "tf32"), ("e6m8", "e6m8", "tf32"),
+    ("e8m1", "e2m10", "tf32"),
     ("fp32", "bf16", None), ("fp32", "fp32", None), ("e5m11", "bf16", None)])
 def test_common_format(a, b, common):
     got = common_format(a, b)
@@ -382,17 +408,17 @@ F32 = np.float32([[1.0, 1.1]])
     ((A, B), {"format": "tf32"}, ValueError, r"a is bf16 and b bf16 by their dtypes: drop format='tf32'"),
     ((A, A), {}, ValueError, r"equal K, got a \(2, 3\), b \(2, 3\)"),
     ((A[0], B), {}, ValueError, r"a must be \(…, M, K\) and b \(…, K, N\) with equal K, got a \(3,\)"),
-    ((np.stack([A] * 2), np.stack([B] * 3)), {}, ValueError, r"leading axes must broadcast, got a \(2, 2, 3\)"),
+    ((np.stack([A] * 2), np.stack([B] * 3)), {}, ValueError, r"leading axes must broadcast, got a \(2, 2"),
     ((A, B, np.ones((3, 4), np.float32)), {}, ValueError, r"c must broadcast to \(2, 4\), got \(3, 4\)"),
-    ((A.astype(np.float64), B), {}, TypeError, "a must have one of the dtypes float32, bfloat16, .* got float64"),
+    ((A.astype(np.float64), B), {}, TypeError, "a must have one of the dtypes float32, .* got float64"),
     ((A, B.astype(np.int32)), {}, TypeError, "b must have one of the dtypes .* got int32"),
     ((A, B, np.ones(4)), {}, TypeError, "c must have one of the dtypes .* got float64"),
     ((A, [[1.0]]), {}, TypeError, "b must be a NumPy array, got list"),
     ((A, B, 1.0), {}, TypeError, "c must be a NumPy array, got float"),
-    ((F32, F32.T), {"format": "tf32"}, ValueError, r"a\[0, 1\] = 1.1 is not a value of tf32 \(1 of 2 are not\)"),
+    ((F32, F32.T), {"format": "tf32"}, ValueError, r"a\[0, 1\] = 1.1 is not a value of tf32 \(1 of 2"),
     ((F32, F32.T), {"accumulator": "hopper"}, ValueError, "both fp32 and fp32: use accumulator='sequential'"),
-    ((A, B.astype(np.float32)), {"accumulator": "ampere"}, ValueError, "both bf16 and fp32: use acc.*'sequential'"),
-    ((F32 * 0, F32.T * 0), {"accumulator": "hopper", "format": "e5m11"}, ValueError, "both e5m11 and e5m11: use"),
+    ((A, B.astype(np.float32)), {"accumulator": "ampere"}, ValueError, "both bf16 and fp32: use .*'sequential'"),
+    ((F32 * 0, F32.T * 0), {"accumulator": "hopper", "format": "e5m11"}, ValueError, "both e5m11 and"),
 ])
 def test_bad_input(args, kwargs, error, message):
     with pytest.raises(error, match=message):
