@@ -7,9 +7,8 @@ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__c
 // 16 bytes from global to shared, past L1. With valid = false the 16 bytes become zero and the source is
 // not read, though it must still be an address of the array.
 inline void copy16_async(unsigned to, const void* from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0) : "memory");
 }
 
 // Closes the group of copies begun since the last call.
@@ -18,7 +17,7 @@ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 // Waits until at most `Pending` groups are under way. A barrier must follow before other threads read.
 template <int Pending>
 inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+    asm volatile("cp.async.wait_group %0;" :: "n"(Pending) : "memory");
 }
 
 // Four (two) 8 × 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8; for
@@ -46,8 +45,7 @@ inline void load_matrices_transposed(unsigned (&r)[2], unsigned address) {
 
 #if __CUDA_ARCH__ >= 900
 inline void store_matrices(unsigned address, const unsigned (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 #endif

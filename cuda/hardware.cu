@@ -48,13 +48,15 @@ template <int Rows>
 inline void stage(unsigned short* to, const unsigned short* x, int k, int columns) {
     for (int i = threadIdx.x; i < Rows * columns; i += blockDim.x) {
         const int row = i / columns, column = i % columns;
-        to[(row / 8 * (kSpan / 8) + column / 8) * 64 + row % 8 * 8 + column % 8] = x[size_t(row) * k + column];
+        const int block = row / 8 * (kSpan / 8) + column / 8;
+        to[block * 64 + row % 8 * 8 + column % 8] = x[size_t(row) * k + column];
     }
 }
 
 // One warpgroup per 64 × N tile of d, grid (n / N, M / 64). FromZero: c is not read.
 template <Operand F, int N, bool RegistersA, bool FromZero>
-inline void wgmma_tile(const unsigned short* a, const unsigned short* b, const float* c, float* d, int n, int k) {
+inline void wgmma_tile(const unsigned short* a, const unsigned short* b, const float* c, float* d, int n,
+                       int k) {
     __shared__ alignas(128) unsigned short sa[64 * kSpan], sb[N * kSpan];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row = blockIdx.y * 64 + warp * 16 + g;
@@ -62,7 +64,8 @@ inline void wgmma_tile(const unsigned short* a, const unsigned short* b, const f
     float acc[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
-        acc[i] = FromZero ? __int_as_float(0x7fffffff) : c[at + i / 4 * 8 + i % 2 + i % 4 / 2 * size_t(8) * n];
+        acc[i] = FromZero ? __int_as_float(0x7fffffff)
+                          : c[at + i / 4 * 8 + i % 2 + i % 4 / 2 * size_t(8) * n];
     for (int first = 0; first < k; first += kSpan) {
         const int span = min(kSpan, k - first);
         __syncthreads();
@@ -114,16 +117,63 @@ WGMMA_KERNEL(wgmma_fp16_n128, Operand::fp16, 128, false, true)
 
 #endif
 
-// The function unit over a range of bit patterns: y[i] = f(first + i).
-#define FUNCTION_KERNEL(NAME, PTX)                                                                           \
-    extern "C" __global__ void NAME(unsigned first, unsigned count, unsigned* y) {                           \
-        for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {   \
-            float r;                                                                                         \
-            asm(PTX " %0, %1;" : "=f"(r) : "f"(__uint_as_float(first + i)));                                 \
-            y[i] = __float_as_uint(r);                                                                       \
+// The function unit over a range of bit patterns, y[i] = f(first + i), and against the model of
+// cuflash/mufu.py over all 2^32 of them: `wrong` counts, `example` is one of those arguments.
+
+inline float ex2(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float lg2(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// digits: of 2^f for the 23-bit fractions f.
+inline float ex2_model(float x, const int* digits) {
+    if (x != x) return __int_as_float(0x7fffffff);
+    const bool halved = x < -126;
+    const float t = fminf(fmaxf(halved ? x * 0.5f : x, -128.f), 128.f);
+    int fixed = int(fabsf(t) * 0x1p23f);
+    if (t < 0) fixed = (fixed & 0x7fffff) ? ~fixed : -fixed;
+    const int bits = (fixed & ~0x7fffff) + (127 << 23) + digits[fixed & 0x7fffff];
+    const float y = fixed < -126 * (1 << 23) ? 0 : __int_as_float(bits);
+    return halved ? y * y : y;
+}
+
+// values: of log2(1 + f), in units of 2^-36.
+inline float lg2_model(float x, const long long* values) {
+    if (!(x >= 0)) return __int_as_float(0x7fffffff);
+    if (x == 0) return __int_as_float(0xff800000);
+    if (x == 1) return 0;
+    const bool subnormal = x < 0x1p-126f;
+    const unsigned bits = __float_as_uint(subnormal ? x * 0x1p24f : x);
+    const int exponent = int(bits >> 23) - 127;
+    if (exponent == 128) return x;
+    const long long value = (static_cast<long long>(exponent) << 36) + values[bits & 0x7fffff];
+    const float y = value < 0 ? -__ll2float_rz(-value - 1) : __ll2float_rz(value);
+    return subnormal ? y * 0x1p-36f - 24 : y * 0x1p-36f;
+}
+
+#define FUNCTION_KERNELS(NAME, TABLE)                                                                        \
+    extern "C" __global__ void NAME##_range(unsigned first, unsigned count, unsigned* y) {                   \
+        for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)     \
+            y[i] = __float_as_uint(NAME(__uint_as_float(first + i)));                                        \
+    }                                                                                                        \
+    extern "C" __global__ void NAME##_compare(const TABLE* table, unsigned long long* wrong,                 \
+                                              unsigned* example) {                                           \
+        const unsigned threads = gridDim.x * blockDim.x; /* a power of two */                                \
+        unsigned i = blockIdx.x * blockDim.x + threadIdx.x;                                                  \
+        const unsigned last = i - threads;                                                                   \
+        for (;; i += threads) {                                                                              \
+            const float x = __uint_as_float(i);                                                              \
+            if (__float_as_uint(NAME(x)) != __float_as_uint(NAME##_model(x, table)))                         \
+                atomicAdd(wrong, 1ull), *example = i;                                                        \
+            if (i == last) break;                                                                            \
         }                                                                                                    \
     }
-FUNCTION_KERNEL(ex2_ftz, "ex2.approx.ftz.f32")
-FUNCTION_KERNEL(ex2, "ex2.approx.f32")
-FUNCTION_KERNEL(lg2_ftz, "lg2.approx.ftz.f32")
-FUNCTION_KERNEL(lg2, "lg2.approx.f32")
+FUNCTION_KERNELS(ex2, int)
+FUNCTION_KERNELS(lg2, long long)

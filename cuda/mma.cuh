@@ -5,9 +5,9 @@
 //
 // Fragments (PTX ISA, "Matrix Fragments for mma"), with g = lane / 4, t = lane % 4:
 //   C: c[0], c[1] at row g, columns 2t, 2t + 1;  c[2], c[3] at row g + 8
-//   A, 16 bit: a[0] row g, columns 2t, 2t + 1;  a[1] row g + 8;  a[2], a[3] the same at columns 2t + 8, 2t + 9
+//   A, 16 bit: a[0] row g, columns 2t, 2t + 1;  a[1] row g + 8;  a[2], a[3] these at columns 2t + 8, 2t + 9
 //   B, 16 bit: b[0] rows 2t, 2t + 1 of column g;  b[1] rows 2t + 8, 2t + 9
-//   A, tf32:   a[0] row g, column t;  a[1] row g + 8;  a[2], a[3] the same at column t + 4
+//   A, tf32:   a[0] row g, column t;  a[1] row g + 8;  a[2], a[3] these at column t + 4
 //   B, tf32:   b[0] row t of column g;  b[1] row t + 4
 // So a 16 × 16 tile of C, rounded and packed in pairs, is an A fragment as it lies.
 

@@ -18,8 +18,8 @@ enum class Swizzle : unsigned long long { none = 0, b128 = 1, b64 = 2, b32 = 3 }
 // blocks along K, `stride` along M or N.
 inline unsigned long long matrix_descriptor(unsigned shared, unsigned leading, unsigned stride,
                                             Swizzle swizzle = Swizzle::none) {
-    return (shared & 0x3FFFF) >> 4 | static_cast<unsigned long long>(leading >> 4) << 16 |
-           static_cast<unsigned long long>(stride >> 4) << 32 | static_cast<unsigned long long>(swizzle) << 62;
+    using u64 = unsigned long long;
+    return (shared & 0x3FFFF) >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | u64(swizzle) << 62;
 }
 
 // Before the first wgmma, and after registers of D or A were written otherwise.

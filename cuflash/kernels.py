@@ -47,7 +47,7 @@ class Resources(NamedTuple):
 
 @functools.cache
 def import_cupy() -> ModuleType:
-    """CuPy, with `CUPY_CACHE_DIR` set where its default below HOME cannot be written: its import fails there."""
+    """CuPy, with `CUPY_CACHE_DIR` set where its default below HOME cannot be written, or it would not import."""
     if "CUPY_CACHE_DIR" not in os.environ:
         home = _home()
         if home is None or not _writable(home / ".cupy" / "kernel_cache"):
@@ -123,7 +123,7 @@ def _writable(folder: Path) -> bool:
 
 @functools.cache
 def cache_dir() -> Path:
-    """The folder of compiled kernels: $CUFLASH_CACHE_DIR, else $XDG_CACHE_HOME/cuflash, else ~/.cache/cuflash.
+    """The folder of compiled kernels: $CUFLASH_CACHE_DIR, $XDG_CACHE_HOME/cuflash or ~/.cache/cuflash.
 
     Where none of these can be written, a private folder among the temporary files, said once by a warning.
     """

@@ -12,7 +12,12 @@ from cuflash import kernels
 
 SOURCE = '''#include "double.cuh"
 extern "C" __global__ void scale(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]) * FACTOR; }
-extern "C" __global__ void zero(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[1]; __syncthreads(); x[0] = s[63]; }
+extern "C" __global__ void zero(float* x) {
+    __shared__ float s[64];
+    s[threadIdx.x] = x[1];
+    __syncthreads();
+    x[0] = s[63];
+}
 '''
 HEADER = "#pragma once\ninline float twice(float x) { return x + x; }\n"
 
@@ -73,8 +78,10 @@ def test_every_part_of_the_program_is_in_the_key(folder):
 
 
 def test_headers_in_memory_may_include_files_and_each_other(folder):
-    (folder / "scale.cu").write_text('#include "sites.cuh"\nextern "C" __global__ void k(float* x) { *x = site(*x); }')
-    headers = {"sites.cuh": '#include "mode.cuh"\n#include "double.cuh"\ninline float site(float x) { return mode(twice(x)); }',
+    (folder / "scale.cu").write_text(
+        '#include "sites.cuh"\nextern "C" __global__ void k(float* x) { *x = site(*x); }')
+    headers = {"sites.cuh": '#include "mode.cuh"\n#include "double.cuh"\n'
+                            "inline float site(float x) { return mode(twice(x)); }",
                "mode.cuh": "inline float mode(float x) { return -x; }"}
     assert "k" in kernels.resources("scale", "sm_80", headers=headers)
 
@@ -87,7 +94,8 @@ def test_a_define_is_passed_as_it_is(folder):
 
 
 def test_toolkit_headers_are_found(folder):
-    (folder / "scale.cu").write_text('#include <cuda_bf16.h>\nextern "C" __global__ void k(__nv_bfloat16* x) { x[0] = x[1]; }')
+    (folder / "scale.cu").write_text(
+        '#include <cuda_bf16.h>\nextern "C" __global__ void k(__nv_bfloat16* x) { x[0] = x[1]; }')
     assert "k" in kernels.resources("scale", "sm_80")
 
 
@@ -110,9 +118,10 @@ def test_resources_tell_spills(folder):
 
 
 def test_the_options_keep_every_rounding(folder):
-    """A product and a sum stay two operations, and a subnormal is not flushed: neither fma nor .ftz in the PTX."""
+    """A product and a sum stay two operations, and subnormals are not flushed: no fma and no .ftz in the PTX."""
     from cupy.cuda import nvrtc
-    (folder / "scale.cu").write_text('extern "C" __global__ void k(float* x) { x[0] = x[1] * x[2] + x[3] / sqrtf(x[4]); }')
+    (folder / "scale.cu").write_text(
+        'extern "C" __global__ void k(float* x) { x[0] = x[1] * x[2] + x[3] / sqrtf(x[4]); }')
     program = kernels._program("scale", "compute_80", {}, {})
     handle = nvrtc.createProgram(program.texts["scale.cu"], "scale.cu", (), ())
     nvrtc.compileProgram(handle, program.options)
@@ -147,7 +156,11 @@ def test_architecture():
     assert int(kernels.newest_architecture().removeprefix("sm_")) >= 120
 
 
-@pytest.mark.parametrize("name", kernels.source_names())
+# The sources of attention take a precision: they are compiled where precisions become constants.
+ALONE = [name for name in kernels.source_names() if not name.startswith("attention")]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_every_source_compiles(name):
     for arch in ("sm_80", "sm_90a", kernels.newest_architecture()):
         assert kernels.compile_cubin(name, arch).exists()
