@@ -2,7 +2,7 @@
 import numpy as np
 
 from cuflash import functions
-from cuflash.reduce import row_sum, row_threads, total_sum
+from cuflash.reduce import row_sum, total_sum
 from cuflash.sites import Rounder
 
 Saved = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -11,7 +11,7 @@ Saved = tuple[np.ndarray, np.ndarray, np.ndarray]
 def cross_entropy_forward(logits: np.ndarray, targets: np.ndarray, rnd: Rounder) -> tuple[float, Saved]:
     """Mean loss in nats.
 
-    m = max(z); e = exp(z − m); l = Σe (`row_sum` by `row_threads`); loss = log(l) − (z[target] − m); their mean is
+    m = max(z); e = exp(z − m); l = Σe (`row_sum`); loss = log(l) − (z[target] − m); their mean is
     `total_sum`/rows.
 
     Args:
@@ -26,7 +26,7 @@ def cross_entropy_forward(logits: np.ndarray, targets: np.ndarray, rnd: Rounder)
     e = z - np.max(z, axis=-1, keepdims=True)
     at_target = np.take_along_axis(e, target, axis=-1)[:, 0]
     e = _exp(e)
-    l = row_sum(e, row_threads(e.shape[-1]))  # noqa: E741
+    l = row_sum(e)  # noqa: E741
     losses = _log(l) - at_target
     return float(total_sum(losses) / rnd.dtype(len(losses))), (e, l, target)
 

@@ -3,16 +3,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cuflash.reduce import MOST, block_sums, row_sum
+from cuflash.reduce import block_sums, row_sum
 
 
 def grad_norm(gradients: Iterable[np.ndarray]) -> float:
-    """√Σg² over all arrays: the `block_sums` of each array's squares, one after the other, summed as `row_sum` by
-    1024 threads."""
+    """√Σg² over all arrays: the `block_sums` of each array's squares, one after the other, by `row_sum`."""
     sums = [block_sums(g * g) for g in gradients]
     if not sums:
         raise ValueError("gradients: needs at least one array")
-    return float(np.sqrt(row_sum(np.concatenate(sums), MOST)))
+    return float(np.sqrt(row_sum(np.concatenate(sums))))
 
 
 def clip_factor(norm: float, grad_clip: float) -> float:

@@ -9,30 +9,35 @@ import numpy as np
 
 WARP = 32         # threads that join by themselves
 FOUR = 4          # neighbours that a thread loads at once
-MOST = 1024       # threads of the largest block
+EACH = 32         # elements of a row that a thread takes, up to
+MOST = 1024       # threads
 CHUNK_ROWS = 16   # rows that one thread walks in column_sum
 CHUNKS = 32       # sums of chunks that then run side by side
-BLOCK = 8192      # elements of a block in total_sum, by 256 threads
+BLOCK = 8192      # elements of a block in total_sum
 
 
-def row_sum(x: np.ndarray, threads: int = WARP) -> np.ndarray:
-    """Sums over the last axis, as a block of `threads` threads does one row: (…, n) -> (…).
+def row_threads(n: int) -> int:
+    """Threads that sum a row of n elements: a power of two from 32 on, so that each takes at most 32, but at most 1024."""
+    threads = WARP
+    while threads < MOST and threads * EACH < n:
+        threads *= 2
+    return threads
+
+
+def row_sum(x: np.ndarray) -> np.ndarray:
+    """Sums over the last axis, as a block of `row_threads` threads does one row: (…, n) -> (…).
 
     Element i is added to sum i mod 4·threads, ascending. Thread t has the sums 4t … 4t+3 and joins them as
     (s0 + s1) + (s2 + s3); the threads of a warp then join (i, i+16), (i, i+8), …, (i, i+1), and the
     warps likewise, half against half.
     """
+    threads = row_threads(x.shape[-1])
     width = FOUR * threads
-    x = _padded(x, width, axis=-1)
-    sums = np.ascontiguousarray(_ascending(x.reshape(-1, x.shape[-1] // width, width)).T)
+    y = _padded(x, width, axis=-1)
+    sums = np.ascontiguousarray(_ascending(y.reshape(-1, y.shape[-1] // width, width)).T)
     s0, s1, s2, s3 = sums.reshape(threads, FOUR, -1).swapaxes(0, 1)
     warps = ((s0 + s1) + (s2 + s3)).reshape(threads // WARP, WARP, -1).swapaxes(0, 1)
     return _joined(_joined(warps)).reshape(x.shape[:-1])
-
-
-def row_threads(n: int) -> int:
-    """Threads that sum a row of n elements where a row may be a whole vocabulary."""
-    return WARP if n <= 4 * MOST else MOST
 
 
 def column_sum(x: np.ndarray) -> np.ndarray:
@@ -47,13 +52,13 @@ def column_sum(x: np.ndarray) -> np.ndarray:
 
 
 def block_sums(x: np.ndarray) -> np.ndarray:
-    """Sums of each 8192 elements in C order, as blocks of 256 threads do (`row_sum`): one-dimensional."""
-    return row_sum(_padded(x.reshape(-1), BLOCK, axis=0).reshape(-1, BLOCK), BLOCK // 32)
+    """Sums of each 8192 elements in C order, the last ones with zeros after them, by `row_sum`: one-dimensional."""
+    return row_sum(_padded(x.reshape(-1), BLOCK, axis=0).reshape(-1, BLOCK))
 
 
 def total_sum(x: np.ndarray) -> np.floating:
-    """Sums everything: the `block_sums`, then these by 1024 threads. A scalar."""
-    return row_sum(block_sums(x), MOST)[()]
+    """Sums everything: the `row_sum` of the `block_sums`. A scalar."""
+    return row_sum(block_sums(x))[()]
 
 
 def _ascending(x: np.ndarray) -> np.ndarray:
