@@ -86,7 +86,8 @@ class _Bar:
     def __call__(self, phase: str, done: int, total: int) -> None:
         if phase != self.phase:
             self.__exit__()
-            self.phase, self.bar = phase, tqdm(total=total, desc=phase, unit="row", unit_scale=True, delay=2, leave=False)
+            self.phase, self.bar = phase, tqdm(total=total, desc=phase, unit="row", unit_scale=True, delay=2,
+                                              leave=False, disable=None)
         self.bar.update(done - self.bar.n)
 
     def __exit__(self, *error: object) -> None:

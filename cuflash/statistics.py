@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash.errors import unknown
-from cuflash.formats import Format, format_named, ulp
+from cuflash.formats import Format, format_named
 from cuflash.site_table import SITES
 from cuflash.sites import Rounder
 
-_BLOCK = 1 << 17  # elements measured at once
+_BLOCK = 1 << 15  # elements measured at once: the temporaries of a block stay in cache
 
 # A bias counts as significant from this many standard errors on: with some 40 sites, two measures and
 # a few precisions, chance alone brings one in a hundred audits there.
@@ -163,10 +163,16 @@ class Statistics:
             part = slice(i, i + step)
             error, away, counted = _measure(sums, heads, x[:, part], y[:, part],
                                             None if shown is None else shown[:, part], format)
-            for k, values in enumerate((error, away, counted)):
-                rows[k, :, r0 + i:r0 + i + values.shape[1]] += values.sum(axis=2)
+            at = slice(r0 + i, r0 + i + error.shape[1])
+            for k, (field, values) in enumerate((("error", error), ("away", away))):
+                by_row = values.sum(axis=2, dtype=np.float64)
+                rows[k, :, at] += by_row
+                sums.add(heads, field, by_row.sum(axis=1))
                 if grid:
-                    cols[k, :, c0:c0 + values.shape[2]] += values.sum(axis=1)
+                    cols[k, :, c0:c0 + x.shape[2]] += values.sum(axis=1, dtype=np.float64)
+            rows[2, :, at] += x.shape[2] if counted is None else np.count_nonzero(counted, axis=2)
+            if grid:
+                cols[2, :, c0:c0 + x.shape[2]] += error.shape[1] if counted is None else np.count_nonzero(counted, axis=1)
 
     def _close(self) -> None:
         if self._rounder is not None:
@@ -207,24 +213,43 @@ def _entries(x: np.ndarray, shown: np.ndarray | None) -> np.ndarray:
 
 
 def _measure(sums: _Sums, heads: np.ndarray, x: np.ndarray, y: np.ndarray, shown: np.ndarray | None,
-             format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Adds a block's counts; gives error, error away from zero (both 0 where not counted) and what is counted."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        arrived = np.isfinite(x) if shown is None else np.isfinite(x) & shown
+             format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Adds a block's counts; gives error, error away from zero (both 0 where not counted) and what is counted.
+
+    Both are exact in x's own precision: y − x has no more bits than x, and an ulp is a power of two.
+    """
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        error = y - x
+        error /= _spacing(x, format)
+        counted = shown
+        largest = np.abs(x).max(initial=0)
         beyond = format.max + 2.0**(format.emax - format.mantissa_bits)  # a whole ulp above max
-        overflow = arrived & (~np.isfinite(y) | (np.abs(x) >= beyond))
-        counted = arrived & ~overflow
-        error = (y.astype(np.float64) - x) / ulp(x, format)
-        error = np.where(counted, error, 0.0)
-        away = np.copysign(1.0, x) * error
+        if not (largest < beyond and np.abs(y).max(initial=0) < np.inf):  # NaN included
+            arrived = np.isfinite(x) if shown is None else np.isfinite(x) & shown
+            overflow = arrived & (~np.isfinite(y) | (np.abs(x) >= beyond))
+            counted = arrived & ~overflow
+            sums.add(heads, "nonfinite", _entries(x, shown) - _entries(x, arrived))
+            for field in ("overflow", "changed"):
+                sums.add(heads, field, _entries(x, overflow))
+        if counted is not None:
+            error = np.where(counted, error, error.dtype.type(0))
+        away = np.where(np.signbit(x), -error, error)
+        inexact = error != 0
+        sums.add(heads, "changed", np.count_nonzero(inexact, axis=(1, 2)))
+        sums.add(heads, "underflow", np.count_nonzero(inexact & (y == 0), axis=(1, 2)))
         magnitude = np.abs(error)
-        changed = counted & (error != 0)
-        for field, values in (("error", error), ("away", away), ("overflow", overflow), ("changed", changed | overflow),
-                              ("underflow", changed & (y == 0)), ("ties", magnitude == 0.5)):
-            sums.add(heads, field, values.sum(axis=(1, 2)))
-        sums.add(heads, "nonfinite", _entries(x, shown) - np.count_nonzero(arrived, axis=(1, 2)))
-        np.maximum.at(sums.max, heads, magnitude.max(axis=(1, 2), initial=0.0))
+        sums.add(heads, "ties", np.count_nonzero(magnitude == 0.5, axis=(1, 2)))
+        np.maximum.at(sums.max, heads, magnitude.max(axis=(1, 2), initial=0))
     return error, away, counted
+
+
+def _spacing(x: np.ndarray, format: Format) -> np.ndarray:
+    """`ulp` in x's own dtype and without its checks; anything where x is not finite."""
+    uint, exponent = (np.uint32, 0x7F800000) if x.dtype == np.float32 else (np.uint64, 0x7FF << 52)
+    power = (x.view(uint) & uint(exponent)).view(x.dtype)
+    np.clip(power, x.dtype.type(format.min), x.dtype.type(2.0**format.emax), out=power)
+    power *= x.dtype.type(2.0**-format.mantissa_bits)
+    return power
 
 
 def _results(place: tuple[str, int, str, str], sums: _Sums, by_head: bool) -> Iterator[SiteStatistics]:

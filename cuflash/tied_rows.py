@@ -92,11 +92,18 @@ class TiedRows:
         self._masks.append((rnd.q, rnd.k, ones))
         count = np.count_nonzero(ones, axis=-1)
         v = self._v[:, rnd.k:rnd.k + ones.shape[-1]]
-        if count.any():
+        if np.count_nonzero(ones) > 4 * count.size:
             wide = ones.astype(np.float64)
             self._new = count, wide @ v, wide @ np.abs(v)
-        else:
-            self._new = count, *np.zeros((2, *count.shape, v.shape[-1]))
+        else:  # few in a row, as usual
+            sums = np.zeros((2, *count.shape, v.shape[-1]))
+            g, r, k = np.nonzero(ones)
+            starts = np.flatnonzero(np.diff(g * count.shape[1] + r, prepend=-1))
+            if len(starts):
+                terms = v[g, k]
+                for total, x in zip(sums, (terms, np.abs(terms))):
+                    total[g[starts], r[starts]] = np.add.reduceat(x, starts)
+            self._new = count, *sums
         if "attn.alpha" in rnd.precision.merged:  # plain: one tile, nothing to rescale
             self._rescale(rnd, np.zeros(count.shape, bool))
 
