@@ -78,7 +78,7 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
         try:
             run.train(say, advance, lambda: bool(stopped))
         except session.NonFinite as e:
-            raise UserError(f"{e}. The state before that step is kept in {run.folder.path}; --round or --fix may help.") from e
+            raise UserError(str(e)) from e
         except OSError as e:
             raise UserError(f"{e}; the checkpoints before it are whole, and --resume --out {run.folder.path} continues") from e
     click.echo(run.closing(bool(stopped)))

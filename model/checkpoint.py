@@ -2,6 +2,7 @@
 
 Batches and random words are functions of the step, so no generator's state is kept.
 """
+import io
 import json
 import pathlib
 from dataclasses import asdict, dataclass, field
@@ -42,20 +43,22 @@ class Header:
 
 
 def save(path: pathlib.Path, state: State, header: Header) -> None:
-    """Writes the file beside its name and renames it; each dataset carries a checksum."""
+    """Writes the file beside its name and renames it; each dataset carries a checksum.
+
+    It is made in memory first: HDF5 cannot close a file that its disk has no room for.
+    """
     import h5py
 
-    def write(partial: pathlib.Path) -> None:
-        with h5py.File(partial, "w") as f:
-            f.attrs["format"] = FORMAT
-            f.attrs["header"] = json.dumps(asdict(header))
-            f.attrs["step"] = state.step
-            for group, arrays in (("params", state.params), ("m", state.m), ("v", state.v)):
-                for name, array in arrays.items():
-                    f.create_dataset(f"{group}/{name}", data=array, fletcher32=True)
-            f["losses"], f["norms"] = np.array(state.losses), np.array(state.norms)
-
-    write_whole(path, write)
+    image = io.BytesIO()
+    with h5py.File(image, "w") as f:
+        f.attrs["format"] = FORMAT
+        f.attrs["header"] = json.dumps(asdict(header))
+        f.attrs["step"] = state.step
+        for group, arrays in (("params", state.params), ("m", state.m), ("v", state.v)):
+            for name, array in arrays.items():
+                f.create_dataset(f"{group}/{name}", data=array, fletcher32=True)
+        f["losses"], f["norms"] = np.array(state.losses), np.array(state.norms)
+    write_whole(path, lambda partial: partial.write_bytes(image.getbuffer()))
 
 
 def load(path: pathlib.Path, *, optimizer: bool = True) -> tuple[State, Header]:
@@ -71,19 +74,20 @@ def load(path: pathlib.Path, *, optimizer: bool = True) -> tuple[State, Header]:
     try:
         with h5py.File(path, "r") as f:
             if f.attrs.get("format") != FORMAT:
-                raise ValueError(f"checkpoint {path}: an HDF5 file, but not a checkpoint of cuflash ({FORMAT!r})")
+                raise ValueError(f"an HDF5 file, but not {FORMAT!r}")
             fields: dict[str, Any] = json.loads(f.attrs["header"])
             header = Header(**(fields | {"model": GPTConfig(**fields["model"])}))
-            state = State(int(f.attrs["step"]), {}, {}, {}, list(f["losses"][:]), list(f["norms"][:]))
+            if header.numerics_version != NUMERICS_VERSION:
+                raise ValueError(f"written under numerics version {header.numerics_version}, this is {NUMERICS_VERSION}; "
+                                 "its bits cannot be continued")
+            state = State(int(f.attrs["step"]), {}, {}, {}, f["losses"][:].tolist(), f["norms"][:].tolist())
             for group in ("params", "m", "v") if optimizer else ("params",):
-                arrays = {name: f[f"{group}/{name}"][:] for name in header.model.shapes()}
-                setattr(state, group, arrays)
+                for name, shape in header.model.shapes().items():
+                    array = getattr(state, group)[name] = f[f"{group}/{name}"][:]
+                    if array.shape != shape:
+                        raise ValueError(f"{group}/{name} has shape {array.shape}, its model says {shape}")
     except (OSError, KeyError) as e:
         raise ValueError(f"checkpoint {path}: damaged, cut short or not HDF5 ({e})") from e
-    if header.numerics_version != NUMERICS_VERSION:
-        raise ValueError(f"checkpoint {path}: written under numerics version {header.numerics_version}, this is "
-                         f"{NUMERICS_VERSION}; its bits cannot be continued")
-    for name, shape in header.model.shapes().items():
-        if state.params[name].shape != shape:
-            raise ValueError(f"checkpoint {path}: {name} has shape {state.params[name].shape}, its model says {shape}")
+    except (ValueError, TypeError) as e:  # TypeError: a header with other fields
+        raise ValueError(f"checkpoint {path}: {e}") from e
     return state, header

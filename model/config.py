@@ -1,5 +1,6 @@
 """The options of a training run: presets, TOML, checks, and what follows from them."""
 import dataclasses
+import hashlib
 import math
 import pathlib
 import tomllib
@@ -17,7 +18,7 @@ ALGORITHMS = ("flash", "plain")
 
 # Shape of each preset and how it is trained; nano takes about a minute on two CPU cores.
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"n_layer": 3, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 16, "steps": 1000, "lr": 3e-3,
+    "nano": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 16, "steps": 1000, "lr": 6e-3,
              "warmup_steps": 50, "weight_decay": 0.1, "schedule": "cosine"},
     "mini": {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 256, "batch_size": 16, "steps": 2000, "lr": 2e-3,
              "warmup_steps": 100, "weight_decay": 0.1, "schedule": "cosine"},
@@ -86,7 +87,7 @@ class TrainConfig:
             self._check(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("seed", "data_seed"):
             self._check(name, 0 <= getattr(self, name) < 1 << 64, "0 to 2**64 − 1")
-        as_fix(self.fix)
+        self.resolved_fix()
         self.resolved_precision()
 
     def _check(self, name: str, good: bool, valid: str) -> None:
@@ -102,6 +103,19 @@ class TrainConfig:
         if self.algorithm != precision.algorithm:
             precision = precision.replace(algorithm=self.algorithm)
         return precision.set(*self.set).round(*self.round)
+
+    def resolved_fix(self) -> str:
+        """`on` by its own name, parameters spelled out; a user's FILE.py:NAME as it was given."""
+        fix = as_fix(self.fix)
+        return self.fix if ".py:" in self.fix else str(fix)
+
+    def user_files(self) -> dict[str, str]:
+        """Path -> SHA-256 of the files whose fix or rounding mode is used."""
+        p = self.resolved_precision()
+        modes = {r.mode for r in p.sites} | {o.rounding.mode for o in p.overrides}
+        texts = [self.resolved_fix(), *modes]
+        files = sorted({text[:text.index(".py:") + 3] for text in texts if ".py:" in text})
+        return {file: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in files}
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step 1, 2, …: linear warm-up, then cosine to min_lr at lr_decay_steps, or constant."""

@@ -114,7 +114,10 @@ class Metrics:
     def write(self, row: dict[str, float | int | str]) -> None:
         line = io.StringIO()
         csv.DictWriter(line, self.columns, restval="").writerow(row)
-        self._file.write(line.getvalue().encode())
+        try:
+            self._file.write(line.getvalue().encode())
+        except OSError as e:
+            raise OSError(e.errno, f"cannot write {self._file.name}: {e.strerror}") from e
 
     def close(self) -> None:
         self._file.close()

@@ -4,9 +4,12 @@ import os
 import pathlib
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
+import tomllib
+import tracemalloc
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -14,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from cuflash import NUMERICS_VERSION, __version__
-from cuflash.fixes import as_fix
 from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
-from cuflash.model.run import Run, next_free
+from cuflash.model.run import CONFIG, Run, next_free
 from cuflash.model.sample import decode, encode, generate
 from cuflash.model.train import NonFinite, Trainer, train
 
@@ -37,12 +39,25 @@ def options(config: str | None, given: dict[str, Any]) -> TrainConfig:
 
 
 class Session:
-    """A locked run folder and its trainer; a context manager that lets go of the lock."""
+    """A locked run folder and its trainer; a context manager that lets go of the lock.
 
-    def __init__(self, folder: Run, config: TrainConfig, data: Data, state: checkpoint.State | None, notes: list[str]) -> None:
-        self.folder, self.config, self.data, self.resumed = folder, config, data, state is not None
-        self._lock, self._notes = folder.lock(), notes
+    Raises:
+        ValueError: the folder is in use, or its last checkpoint is damaged or of another run.
+    """
+
+    def __init__(self, folder: Run, config: TrainConfig, data: Data, *, resumed: bool = False, notes: list[str] | None = None) -> None:
+        self.folder, self.config, self.data, self.resumed, self._notes = folder, config, data, resumed, notes or []
+        self._lock = folder.lock()
+        state, found = None, folder.checkpoints()
+        if resumed and found:
+            state, header = checkpoint.load(found[-1][1])
         self.trainer = Trainer(config, data, state)
+        if state:
+            for field in dataclasses.fields(header):
+                theirs, mine = getattr(header, field.name), getattr(self.trainer.header, field.name)
+                if theirs != mine:
+                    raise ValueError(f"--resume: {found[-1][1]} is of another run: its {field.name} is {theirs}, "
+                                     f"that of {folder.path / CONFIG} is {mine}")
 
     def __enter__(self) -> "Session":
         return self
@@ -76,42 +91,36 @@ class Session:
 def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
     """A new run in `out`, by default in runs/ under the first free name."""
     data = _data(config)
-    fix = str(as_fix(config.fix)).partition(":")[0].replace("/", "-")
+    fix = config.resolved_fix().rpartition("/")[2].partition(":")[0]
     stem = f"{pathlib.Path(config.model).stem}-{config.resolved_precision().name}-{fix}"
     folder = Run.create(out or next_free(pathlib.Path("runs"), stem), _config_toml(config, data, command))
-    return Session(folder, config, data, None, [])
+    for file in config.user_files():
+        (folder.path / "plugins").mkdir(exist_ok=True)
+        shutil.copy(file, folder.path / "plugins")
+    return Session(folder, config, data)
 
 
 def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> Session:
-    """The run in `out` from its last checkpoint; flags may change nothing that training sees."""
+    """The run in `out` from its last checkpoint (from its beginning, where it has none); flags may change
+    nothing that training sees."""
     if out is None:
         raise ValueError("--resume: say which run with --out DIR")
     if config_file:
-        raise ValueError("--config: --resume takes the options from the run's own config.toml; drop --config")
+        raise ValueError(f"--config {config_file}: --resume takes the options from the run's own {CONFIG}; drop --config")
     folder = Run(out)
     stored = folder.config
-    config = resolve(stored["train"])
-    wanted = resolve(stored["train"] | given)
+    config, wanted = resolve(stored["train"]), resolve(stored["train"] | given)
     if changed := wanted.changed(config):
         listed = ", ".join(f"--{n.replace('_', '-')} {getattr(config, n)!r} -> {getattr(wanted, n)!r}" for n in changed)
         raise ValueError(f"--resume continues the same training; changed: {listed}")
     if stored["environment"]["numerics_version"] != NUMERICS_VERSION:
         raise ValueError(f"--resume: the run is of numerics version {stored['environment']['numerics_version']}, this is "
                          f"{NUMERICS_VERSION}; its bits cannot be continued")
-    found = folder.checkpoints()
-    if not found:
-        raise ValueError(f"--resume: {out} has no checkpoint yet; start it anew in another --out")
-    state, header = checkpoint.load(found[-1][1])
-    data = _data(config)
-    session = Session(folder, wanted, data, state, _environment_notes(stored["environment"]))
-    for what, mine, theirs in (("model", session.trainer.header.model, header.model),
-                               ("precision", session.trainer.header.precision, header.precision),
-                               ("fix", session.trainer.header.fix, header.fix),
-                               ("data (SHA-256)", session.trainer.header.data, header.data)):
-        if mine != theirs:
-            raise ValueError(f"--resume: the checkpoint {found[-1][1].name} has another {what}: {theirs}, the run {mine}")
-    if state.step >= wanted.steps:
-        raise ValueError(f"--resume: the run has its {state.step} steps already; a larger --steps goes on")
+    if stored["user_files"] != config.user_files():
+        raise ValueError(f"--resume: the user's files have changed since (SHA-256): {stored['user_files']} -> {config.user_files()}")
+    session = Session(folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"]))
+    if session.trainer.state.step >= wanted.steps:
+        raise ValueError(f"--resume: the run has its {session.trainer.state.step} steps already; a larger --steps goes on")
     return session
 
 
@@ -121,7 +130,7 @@ def heading(c: TrainConfig, data: Data) -> list[str]:
     auto = precision.accumulator == "auto"
     accumulator = "fp64" if precision.is_fp64 else "library (auto)" if auto else precision.accumulator
     gpt = c.gpt()
-    lines = [f"precision {precision.describe()} | fix {as_fix(c.fix)} | accumulator {accumulator} | device {device(c)}",
+    lines = [f"precision {precision.describe()} | fix {c.resolved_fix()} | accumulator {accumulator} | device {device(c)}",
              f"model {c.model}: {gpt.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
              f"context {c.block_size} | batch {c.batch_size}" + (f" × {c.grad_accum}" if c.grad_accum > 1 else ""),
              f"data {data.name}: {len(data.train):,} tokens, {len(data.val):,} for validation, SHA-256 {data.sha256[:12]} | "
@@ -135,23 +144,28 @@ def device(c: TrainConfig) -> str:
 
 
 def dry_run(c: TrainConfig) -> list[str]:
-    """What a run would take; the time is that of one sample's step, measured."""
+    """What a run would take; time and memory are carried on from steps of one and of two samples, measured."""
     data = _data(c)
-    gpt, tokens = c.gpt(), c.batch_size * c.grad_accum * c.block_size
-    size = 8 if c.resolved_precision().is_fp64 else 4
-    # Per token and layer: 16 vectors of the width kept for backward, and S and P while attention runs.
-    kept = c.batch_size * c.block_size * (c.n_layer * (16 * c.n_embd + 2 * c.n_head * c.block_size) + 3 * c.vocab_size)
-    one = Trainer(dataclasses.replace(c, batch_size=1, grad_accum=1), data)
-    one.step()
-    begun = time.perf_counter()
-    one.step()
-    seconds = (time.perf_counter() - begun) * c.batch_size * c.grad_accum
+    gpt, samples = c.gpt(), c.batch_size * c.grad_accum
+    kept = 3 * gpt.n_params() * (8 if c.resolved_precision().is_fp64 else 4)  # weights and moments
+    peaks, seconds = [], []
+    for count in (1, 2):
+        trainer = Trainer(dataclasses.replace(c, batch_size=count, grad_accum=1), data)
+        tracemalloc.start()
+        trainer.step()
+        peaks.append(tracemalloc.get_traced_memory()[1] + kept)
+        tracemalloc.stop()
+        begun = time.perf_counter()
+        trainer.step()
+        seconds.append(time.perf_counter() - begun)
+    memory = peaks[0] + (c.batch_size - 1) * max(0, peaks[1] - peaks[0])
+    step_seconds = c.grad_accum * (seconds[0] + (c.batch_size - 1) * max(0, seconds[1] - seconds[0]))
+    flops = gpt.flops_per_token() * samples * c.block_size
     return [*heading(c, data),
             f"parameters {gpt.n_params():,}",
-            f"memory about {(4 * gpt.n_params() + kept) * size / 2**30:.2f} GiB (weights, gradients, moments "
-            f"{4 * gpt.n_params() * size / 2**30:.2f})",
-            f"FLOPs {gpt.flops_per_token() * tokens:.3g} a step, {gpt.flops_per_token() * tokens * c.steps:.3g} in all",
-            f"time at most {seconds:.3g} s a step, {seconds * c.steps / 60:.3g} min in all ({tokens:,} tokens a step)"]
+            f"memory about {memory / 2**30:.2f} GiB, weights, gradients and moments {kept * 4 / 3 / 2**30:.2f} of it",
+            f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
+            f"time about {step_seconds:.2g} s a step, {step_seconds * c.steps / 60:.2g} min in all"]
 
 
 def _data(c: TrainConfig) -> Data:
@@ -161,12 +175,12 @@ def _data(c: TrainConfig) -> Data:
 
 
 def _config_toml(c: TrainConfig, data: Data, command: list[str]) -> dict[str, Any]:
-    import tomllib
     precision = c.resolved_precision()
     return {
         "train": c.to_dict(),
         "precision": tomllib.loads(precision.to_toml()) | {"digest": precision.digest},
-        "fix": str(as_fix(c.fix)),
+        "fix": c.resolved_fix(),
+        "user_files": c.user_files(),
         "data": {"name": data.name, "sha256": data.sha256, "tokens": data.kind, "train": len(data.train), "val": len(data.val)},
         "environment": environment() | {"device": device(c), "command": shlex.join(["cuflash", *command])},
     }
@@ -190,12 +204,17 @@ def _environment_notes(stored: dict[str, Any]) -> list[str]:
 
 
 def _git_commit() -> str:
-    here = pathlib.Path(__file__).resolve().parent
-    try:
-        found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
+    """Of the repository that this file is tracked in, if it is; an installed copy may lie in another one."""
+    here = pathlib.Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        try:
+            found = subprocess.run(["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    return git("ls-files", "--error-unmatch", here.name) and git("rev-parse", "HEAD") or "unknown"
 
 
 def _processor() -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash.adamw import adamw_update
-from cuflash.fixes import as_fix
 from cuflash.grad_norm import clip_factor, grad_norm
 from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig
@@ -51,7 +50,7 @@ class Trainer:
             zeros: list[Params] = [{name: np.zeros_like(p) for name, p in params.items()} for _ in range(2)]
             state = checkpoint.State(0, params, *zeros)
         self.state = state
-        self.header = checkpoint.Header(config.gpt(), precision.to_toml(), str(as_fix(config.fix)), config.seed,
+        self.header = checkpoint.Header(config.gpt(), precision.to_toml(), config.resolved_fix(), config.seed,
                                         data.sha256, data.kind)
 
     def step(self) -> StepResult:
@@ -62,7 +61,8 @@ class Trainer:
         """
         c, state = self.config, self.state
         loss, grads, rows = self._gradients()
-        norm = grad_norm(grads[name] for name in state.params)
+        with np.errstate(over="ignore", invalid="ignore"):
+            norm = grad_norm(grads[name] for name in state.params)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFinite(self._describe_non_finite(loss, norm))
         state.step += 1
@@ -86,13 +86,14 @@ class Trainer:
         c, step = self.config, self.state.step + 1
         grads: Params = {}
         loss, rows = 0.0, np.zeros((c.n_layer, len(COUNTERS)), np.int64)
-        for i in range(c.grad_accum):
-            samples = self._samples(i)
-            x, y = batch(self.data.train, c.block_size, samples, seed=c.data_seed, step=step)
-            micro_loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
-                                                                 grads=grads, n_micro=c.grad_accum)
-            loss += micro_loss / c.grad_accum
-            rows += np.stack(stats)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # step() looks for what is not finite
+            for i in range(c.grad_accum):
+                samples = self._samples(i)
+                x, y = batch(self.data.train, c.block_size, samples, seed=c.data_seed, step=step)
+                micro_loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
+                                                                     grads=grads, n_micro=c.grad_accum)
+                loss += micro_loss / c.grad_accum
+                rows += np.stack(stats)
         return loss, grads, rows
 
     def _samples(self, micro: int) -> range:
@@ -110,8 +111,7 @@ class Trainer:
 
         self.model.watch = watch
         try:
-            with np.errstate(all="ignore"):
-                self._gradients()
+            self._gradients()
         finally:
             self.model.watch = None
         first = f"at site {found[0]}" if found else "in no site's value, so in a sum of finite ones"
@@ -159,7 +159,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
         stop: asked after each step; True ends the run with a checkpoint.
 
     Raises:
-        NonFinite: after the last good state has been saved.
+        NonFinite: after the state before the step has been saved, if that is finite.
         OSError: a file cannot be written; the checkpoints before are whole.
     """
     c, state = trainer.config, trainer.state
@@ -176,9 +176,11 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
         while state.step < c.steps:
             try:
                 result = trainer.step()
-            except NonFinite:
+            except NonFinite as e:
+                if not all(np.isfinite(p).all() for p in state.params.values()):
+                    raise NonFinite(f"{e}; the weights were so already, from the update before") from e
                 save()
-                raise
+                raise NonFinite(f"{e}; the state before that step is kept in {run.checkpoint_path(state.step)}") from e
             if progress:
                 progress(state.step)
             last = state.step == c.steps

@@ -1,0 +1,103 @@
+import errno
+import math
+import multiprocessing
+import pathlib
+import tomllib
+
+import pytest
+
+from cuflash.model.run import Metrics, Run, next_free, to_toml, write_whole
+
+CONFIG = {"steps": 3, "lr": 1e-3, "bias": False, "name": 'a "b"\\\n', "list": ["x", "y"], "train": {"a b": 1, "sub": {"attn.s": "fp32"}}}
+
+
+def test_toml_reads_back():
+    assert tomllib.loads(to_toml(CONFIG)) == CONFIG
+
+
+def test_a_run_is_made_once(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    assert run.config == CONFIG and Run(tmp_path / "r").config == CONFIG
+    with pytest.raises(ValueError, match="holds a run already; --resume continues it, another --out starts anew"):
+        Run.create(tmp_path / "r", CONFIG)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        Run.create(tmp_path / "file", CONFIG)
+    with pytest.raises(ValueError, match="is not a run folder: it has no config.toml"):
+        Run(tmp_path)
+
+
+def test_names_that_are_free(tmp_path):
+    assert next_free(tmp_path, "a") == tmp_path / "a"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a-2").mkdir()
+    assert next_free(tmp_path, "a") == tmp_path / "a-3"
+
+
+def test_checkpoints_by_step_and_the_last_kept(tmp_path):
+    run = Run.create(tmp_path, CONFIG)
+    for step in (5, 40, 300):
+        run.checkpoint_path(step).touch()
+    (tmp_path / "checkpoints" / "step_00000999.h5.partial").touch()
+    assert [step for step, _ in run.checkpoints()] == [5, 40, 300]
+    run.keep_last(0)
+    assert len(run.checkpoints()) == 3
+    run.keep_last(2)
+    assert [step for step, _ in run.checkpoints()] == [40, 300]
+
+
+def hold(path: pathlib.Path, held, done) -> None:
+    with Run(path).lock():
+        held.set()
+        done.wait(30)
+
+
+def test_a_second_process_is_refused_while_one_writes(tmp_path):
+    run = Run.create(tmp_path, CONFIG)
+    context = multiprocessing.get_context("spawn")
+    held, done = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path, held, done))
+    other.start()
+    try:
+        assert held.wait(30)
+        with pytest.raises(ValueError, match="is in use: another process is writing to it"):
+            run.lock()
+        other.kill()  # the lock ends with its process
+        other.join(30)
+        with run.lock():
+            pass
+    finally:
+        done.set()
+        other.join(30)
+
+
+def test_metrics_grow_by_lines_and_resume_after_a_step(tmp_path):
+    path = tmp_path / "metrics.csv"
+    metrics = Metrics(path, ["step", "loss", "val_loss"])
+    for step in (10, 20, 30):
+        metrics.write({"step": step, "loss": step / 3})
+    metrics.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"40,1.")  # torn
+    metrics = Metrics(path, ["step", "loss", "val_loss"], after=20)
+    metrics.write({"step": 30, "loss": 10.0})
+    metrics.close()
+    assert path.read_bytes() == whole
+    Run.create(tmp_path, CONFIG)
+    rows = Run(tmp_path).metrics
+    assert [row["step"] for row in rows] == [10, 20, 30] and rows[0]["loss"] == 10 / 3 and math.isnan(rows[0]["val_loss"])
+    with pytest.raises(ValueError, match="its columns are not those of this version"):
+        Metrics(path, ["step"], after=20)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "x"
+    write_whole(path, lambda partial: partial.write_text("old"))
+
+    def fail(partial: pathlib.Path) -> None:
+        partial.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="cannot write .*x: No space left on device"):
+        write_whole(path, fail)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
