@@ -157,6 +157,6 @@ def _panel(accumulator: str, format_a: Format, format_b: Format) -> Panel | None
         raise unknown("accumulator", accumulator, ACCUMULATORS)
     common = common_format(format_a, format_b)
     if common is None:
-        raise ValueError(f"accumulator {accumulator!r}: no format of a tensor core's operands (bf16, fp16, tf32) "
+        raise ValueError(f"accumulator {accumulator!r}: none of a tensor core's formats (bf16, fp16, tf32) "
                          f"holds both {format_a.name} and {format_b.name}: use accumulator='sequential'")
     return partial(tensor_core_panel, core=TENSOR_CORES[accumulator], format=common)

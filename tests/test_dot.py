@@ -188,7 +188,7 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
         c = rng.integers(-2**24, 2**24, sc) * 2.0**-149
     elif kind == "ties":  # sums midway between two fp32 numbers, or off by a bit of fp64 or less
         last = 2.0**-f.mantissa_bits
-        a, b = (rng.choice([1, 1 - last / 2, 1 + last, -1], s) * rng.choice([0.5, 1], s) for s in (sa, sb))
+        a, b = (rng.choice([1, 1 - last, 1 + last, -1], s) * rng.choice([0.5, 1], s) for s in (sa, sb))
         c = rng.integers(2**22, 2**24, sc) * rng.choice([-1, 1], sc)
         if name != "fp16":
             subnormal = rng.choice([1, 2.0**-74], (rows, 1))
@@ -198,8 +198,8 @@ def operands(kind, name, rng, depth, rows=14, cols=14):
 
 
 KINDS = ("normal", "wide", "one sign", "top significands", "cancellation", "small integers",
-         "subnormal operands", "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow", "overflow by sum", "zero term",
-         "last bits at 2^-149", "ties")
+         "subnormal operands", "subnormal accumulator", "zeros", "lonely", "non-finite", "overflow",
+         "overflow by sum", "zero term", "last bits at 2^-149", "ties")
 DEPTHS = (1, 5, 16, 37, 48)
 
 
@@ -229,7 +229,7 @@ def test_fma_and_exact(accumulator, name, kind):
     (1, 2.0**-24), (2.0**-130, 2.0**-150), (np.finfo(np.float32).max, 2.0**103)])
 @pytest.mark.parametrize("sign", [-1, 0, 1])
 def test_exact_where_two_doubles_are_not_enough(start, half, sign):
-    """start + half is midway between two fp32 numbers, and what decides is far below the terms that cancel."""
+    """start + half is midway between two fp32 numbers, what decides is far below the terms that cancel."""
     scale = 2.0**50 if half < 1 else 2.0**-50  # halves and less as products of two fp32 numbers
     terms = [(start, 1), (half * scale, 1 / scale), (sign * half * scale, 2.0**-75 / scale),
              (2.0**90, 2.0**60), (-2.0**90, 2.0**60)]
@@ -417,7 +417,7 @@ F32 = np.float32([[1.0, 1.1]])
     ((A, B, 1.0), {}, TypeError, "c must be a NumPy array, got float"),
     ((F32, F32.T), {"format": "tf32"}, ValueError, r"a\[0, 1\] = 1.1 is not a value of tf32 \(1 of 2"),
     ((F32, F32.T), {"accumulator": "hopper"}, ValueError, "both fp32 and fp32: use accumulator='sequential'"),
-    ((A, B.astype(np.float32)), {"accumulator": "ampere"}, ValueError, "both bf16 and fp32: use .*'sequential'"),
+    ((A, B.astype(np.float32)), {"accumulator": "ampere"}, ValueError, "both bf16 and fp32: use"),
     ((F32 * 0, F32.T * 0), {"accumulator": "hopper", "format": "e5m11"}, ValueError, "both e5m11 and"),
 ])
 def test_bad_input(args, kwargs, error, message):
