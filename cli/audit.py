@@ -26,21 +26,31 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--precision", "precisions", multiple=True, metavar="NAME|TOML", default=("bf16", "bf16-fa2"),
               show_default=True, help="What to audit; repeatable.")
-@click.option("--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]", help="Round a site otherwise.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a switch, as delta_from=p_dp.")
+@click.option(
+    "--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]", help="Round a site otherwise."
+)
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a switch, as delta_from=p_dp."
+)
 @click.option("--fix", default="off", show_default=True, help="A fix of the row maximum: off, on, qiu-b2, …")
 @click.option("--causal", is_flag=True, help="Query i sees keys up to i + Tk − Tq.")
 @click.option("--scale", type=float, help="Factor of S; default 1/√head_dim.")
-@click.option("--layout", default="bhtd", show_default=True, help="bhtd, or bthd for (batch, T, heads, head_dim).")
+@click.option(
+    "--layout", default="bhtd", show_default=True, help="bhtd, or bthd for (batch, T, heads, head_dim)."
+)
 @click.option("--heads", metavar="LIST", help="Only these query heads, as 0,6-8.")
 @click.option("--batch", metavar="LIST", help="Only these samples, as 0-3.")
 @click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True,
               help="The layer of the capture, for roundings scoped to layers.")
-@click.option("--cures/--no-cures", default=True, help="Try what removes the bias of delta (most of the time).")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write everything here, by head too.")
-def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], settings: tuple[str, ...], fix: str,
-          causal: bool, scale: float | None, layout: str, heads: str | None, batch: str | None, layer: int,
-          cures: bool, json_file: str | None) -> None:
+@click.option(
+    "--cures/--no-cures", default=True, help="Try what removes the bias of delta (most of the time)."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write everything here, by head too."
+)
+def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], settings: tuple[str, ...],
+          fix: str, causal: bool, scale: float | None, layout: str, heads: str | None, batch: str | None,
+          layer: int, cures: bool, json_file: str | None) -> None:
     """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
 
     FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
@@ -64,7 +74,7 @@ def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], setti
     for precision in resolved:
         with _Bar() as bar:
             results.append(run_audit(capture, precision, fix=fixed, cures=cures, progress=bar))
-        click.echo("\n" + "\n".join(report(results[-1], capture)))
+        click.echo("\n" + "\n".join(report(results[-1])))
     if json_file:
         data = {"file": file, "causal": capture.causal, "scale": capture.scale, "layer": layer,
                 "audits": [r.to_dict() for r in results]}
@@ -114,22 +124,27 @@ def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture) -> list[
     lines.append("; ".join(["causal" if capture.causal else "not causal", f"scale {capture.scale:g}", *chosen,
                             "compared with golden, plain fp64"]))
     if capture.do is None:
-        lines.append("no do in the file, so left out: backward's sites, delta, the gradients, what removes the bias")
+        lines.append(
+            "no do in the file, so left out: backward's sites, delta, the gradients, what removes the bias"
+        )
     return lines
 
 
-def report(a: Audit, capture: Capture) -> list[str]:
+def report(a: Audit) -> list[str]:
     """The audit of one precision as lines of at most 100 columns."""
     sums = "library (BLAS)" if a.precision.accumulator == "auto" else a.precision.accumulator
     title = f"{a.precision.describe()}, fix {a.fix}, accumulator {sums}"
-    return [*textwrap.wrap(title, WIDTH), "─" * WIDTH, *_sites(a), "", *_effect(a, capture), *_tied(a), *_cures(a)]
+    head = [*textwrap.wrap(title, WIDTH), "─" * WIDTH]
+    return [*head, *_sites(a), "", *_effect(a), *_tied(a), *_cures(a)]
 
 
 def _sites(a: Audit) -> Iterator[str]:
     biased, rest = [s for s in a.sites if s.bias], [s for s in a.sites if not s.bias]
-    yield (f"Biased roundings: mean error in ulp, signed and away from zero, {SIGNIFICANT:g} standard errors or more"
-           if biased else f"No rounding is biased: no mean error reaches {SIGNIFICANT:g} standard errors")
+    if not biased:
+        yield f"No rounding is biased: no mean error reaches {SIGNIFICANT:g} standard errors"
     if biased:
+        yield (f"Biased roundings: mean error in ulp, signed and away from zero, {SIGNIFICANT:g} standard "
+               "errors or more")
         yield (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>7} {'z':>6}"
                f"  {'over':>6} {'under':>6}")
         yield from (_site(s) for s in biased)
@@ -145,10 +160,11 @@ def _site(s: SiteStatistics) -> str:
 
 
 def _z(z: float) -> str:
-    return f"{z:>+6.1f}" if abs(z) < 100 or not math.isfinite(z) else f"{z:>+6.0f}" if abs(z) < 1e5 else f"{z:>+6.0e}"
+    digits = ".1f" if abs(z) < 100 or not math.isfinite(z) else ".0f" if abs(z) < 1e5 else ".0e"
+    return f"{z:>+6{digits}}"
 
 
-def _effect(a: Audit, capture: Capture) -> Iterator[str]:
+def _effect(a: Audit) -> Iterator[str]:
     yield "Relative error:  " + "   ".join(f"{n} {e:.2e}" for n, e in a.errors.items())
     if a.delta is None:
         return
@@ -162,7 +178,8 @@ def _effect(a: Audit, capture: Capture) -> Iterator[str]:
 
 
 def _delta(name: str, d: DeltaError) -> str:
-    return f"  {name:<9} {d.mean:>+11.3e} ± {d.se:.1e} {_z(d.z)}  {d.sum:>+10.2e}  {d.positive:>8.1%}  {d.rms:>8.1e}"
+    return (f"  {name:<9} {d.mean:>+11.3e} ± {d.se:.1e} {_z(d.z)}  {d.sum:>+10.2e}  {d.positive:>8.1%}"
+            f"  {d.rms:>8.1e}")
 
 
 def _tied(a: Audit) -> Iterator[str]:
@@ -174,10 +191,12 @@ def _tied(a: Audit) -> Iterator[str]:
     yield (f"Two or more keys at P̄ = 1 in {n['rows']:,} rows; {n['values']:,} sums of their V have one sign, "
            f"{n['ties']:,} are ties")
     if n["ties"]:
-        yield f"  the rest of the row turned {n['away']:,} of these ties away from zero and {n['toward']:,} toward it"
+        yield (f"  the rest of the row turned {n['away']:,} of these ties away from zero and "
+               f"{n['toward']:,} toward it")
     if f is None:
         return
-    yield f"  first: batch {f.sample}, head {f.head}, row {f.row}, feature {f.feature}, at {f.site} in {f.format}"
+    yield (f"  first: batch {f.sample}, head {f.head}, row {f.row}, feature {f.feature}, "
+           f"at {f.site} in {f.format}")
     shown = [f"V[{k}] = {v:.9g}" for k, v in zip(f.keys[:4], f.v)]
     more = f" and {len(f.keys) - 4} more" if len(f.keys) > 4 else ""
     kind = "sum" if f.site != "attn.o" else "mean"
@@ -199,12 +218,23 @@ def _cures(a: Audit) -> Iterator[str]:
         yield from _cure(c)
     worse = [f"{c.change} ({c.left:.3g} times)" for c in a.cures if c.left > 1.1]
     rest = [c.change for c in a.cures if 0.9 <= c.left <= 1.1]
-    alone = [c.removeprefix("--round ").removesuffix("=fp32") for c in rest if c.startswith("--round") and c.count("=") == 1]
+    alone = [
+        c.removeprefix("--round ").removesuffix("=fp32")
+        for c in rest
+        if c.startswith("--round") and c.count("=") == 1
+    ]
     others = [c for c in rest if c.removeprefix("--round ").removesuffix("=fp32") not in alone]
-    for label, some in (("make it worse", worse), ("change it by less than 10 %", others),
-                        ("so does each of these in fp32" if others else "in fp32 change it by less than 10 %, each alone", alone)):
+    for label, some in (
+        ("make it worse", worse),
+        ("change it by less than 10 %", others),
+        ("so does each of these in fp32" if others else "each of these in fp32 changes it by less", alone),
+    ):
         if some:
-            text = f"{label}: {', '.join(some)}".replace(" ", "\x00").replace(",\x00", ", ").replace(":\x00", ": ")
+            text = (
+                f"{label}: {', '.join(some)}".replace(" ", "\x00")
+                .replace(",\x00", ", ")
+                .replace(":\x00", ": ")
+            )
             yield from (line.replace("\x00", " ") for line in textwrap.wrap(
                 text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
 

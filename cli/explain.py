@@ -8,9 +8,16 @@ from cuflash.explain import explain as explained
 # A number that starts with a minus sign is no option.
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("terms", nargs=-1, type=click.UNPROCESSED)
-@click.option("--format", default="bf16", show_default=True, help="fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2 or eXmY.")
+@click.option(
+    "--format", default="bf16", show_default=True, help="fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2 or eXmY."
+)
 @click.option("--mode", default="rne", show_default=True, help="rne, rz, rna, rd, ru, sr, or FILE.py:NAME.")
-@click.option("--accumulator", default="hopper", show_default=True, help="Of products: hopper, ampere, sequential, exact.")
+@click.option(
+    "--accumulator",
+    default="hopper",
+    show_default=True,
+    help="Of products: hopper, ampere, sequential, exact.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of mode sr.")
 def explain(terms: tuple[str, ...], format: str, mode: str, accumulator: str, seed: int) -> None:
     """One rounding, one sum or one dot product, shown bit by bit; with no TERMS, the paper's example.

@@ -14,20 +14,31 @@ WIDTH = 100
 
 @click.command()
 @click.argument("precision", required=False)
-@click.option("--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]",
-              help="[fwd/|bwd/][L1/][H0,6-8/][MODULE/]SITE=FORMAT[:MODE], as in train; repeatable, later wins.")
+@click.option(
+    "--round",
+    "rounds",
+    multiple=True,
+    metavar="[SCOPE/]SITE=FORMAT[:MODE]",
+    help="[fwd/|bwd/][L1/][H0,6-8/][MODULE/]SITE=FORMAT[:MODE], as in train; repeatable, later wins.",
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="A switch: delta_from=p_dp, tile=128,128, accumulator=hopper, …; repeatable.")
 @click.option("--toml", is_flag=True, help="Print the precision as TOML, which --precision FILE.toml reads.")
 @click.option("--diff", "other", metavar="OTHER", help="Show only what differs from this precision.")
-def sites(precision: str | None, rounds: tuple[str, ...], settings: tuple[str, ...], toml: bool, other: str | None) -> None:
+def sites(
+    precision: str | None, rounds: tuple[str, ...], settings: tuple[str, ...], toml: bool, other: str | None
+) -> None:
     """The rounding sites, and what PRECISION (a name or a TOML file) does at each.
 
     With no PRECISION, fp32, bf16 and bf16-fa2 side by side.
     """
     with user_errors():
         if precision is None:
-            given = [n for n, v in (("--round", rounds), ("--set", settings), ("--toml", toml), ("--diff", other)) if v]
+            given = [
+                n
+                for n, v in (("--round", rounds), ("--set", settings), ("--toml", toml), ("--diff", other))
+                if v
+            ]
             if given:
                 raise ValueError(f"{given[0]} needs a PRECISION, as in: cuflash sites bf16-fa2 {given[0]} …")
             lines = _table([as_precision(n) for n in COMPARED], COMPARED)
@@ -49,11 +60,19 @@ def _table(precisions: list[Precision], names: tuple[str, ...]) -> Iterator[str]
     """One line a site, then the switches; `–` marks a site that is merged away."""
     cells = [[_cell(p, s) for p in precisions] for s in SITES]
     widths = [max(map(len, column)) for column in zip(names, *cells)]
-    yield f"{'site':<16}{'where':<6}{'axes':<5}" + "".join(f"{n:<{w + 2}}" for n, w in zip(names, widths)) + "value"
+    yield (
+        f"{'site':<16}{'where':<6}{'axes':<5}"
+        + "".join(f"{n:<{w + 2}}" for n, w in zip(names, widths))
+        + "value"
+    )
     start = 27 + sum(widths) + 2 * len(widths)
     for site, row in zip(SITES.values(), cells):
-        left = f"{site.name:<16}{site.direction:<6}{site.axes:<5}" + "".join(f"{c:<{w + 2}}" for c, w in zip(row, widths))
-        yield from textwrap.wrap(site.value, max(WIDTH, start + 20), initial_indent=left, subsequent_indent=" " * start)
+        left = f"{site.name:<16}{site.direction:<6}{site.axes:<5}" + "".join(
+            f"{c:<{w + 2}}" for c, w in zip(row, widths)
+        )
+        yield from textwrap.wrap(
+            site.value, max(WIDTH, start + 20), initial_indent=left, subsequent_indent=" " * start
+        )
     yield ""
     rows = [(switch, *(_switch(p, switch) for p in precisions)) for switch in [*SWITCHES, "tile"]]
     widths = [max(map(len, column)) for column in zip(*rows, ("", *names))]
@@ -75,7 +94,11 @@ def _cell(p: Precision, site: str) -> str:
 def _switch(p: Precision, name: str) -> str:
     if name != "tile":
         return getattr(p, name)
-    return "by head dim" if p.tile is None and p.order == "fa2" else p.diff(p.replace(tile=None)).get("tile", ("128,128",))[0]
+    return (
+        "by head dim"
+        if p.tile is None and p.order == "fa2"
+        else p.diff(p.replace(tile=None)).get("tile", ("128,128",))[0]
+    )
 
 
 def _difference(p: Precision, other: Precision) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which roundings of attention are biased on given q, k, v and dO, what they do to δ and dQ, and what removes it.
+"""Which roundings of attention are biased on given inputs, what they do to δ and dQ, what removes it.
 
     capture = Capture.of(q, k, v, do, causal=True)
     result = audit(capture, "bf16")
@@ -52,10 +52,11 @@ class Capture:
     batch: tuple[int, ...]
 
     @classmethod
-    def of(cls, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray | None = None, *, causal: bool = False,
-           scale: float | None = None, layout: str = "bhtd", heads: Sequence[int] | None = None,
-           batch: Sequence[int] | None = None, layer: int = 0) -> "Capture":
-        """A capture from arrays (B, H, T, D), (H, T, D) or (T, D); with layout `bthd`, (B, T, H, D) or (T, H, D).
+    def of(cls, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray | None = None, *,
+           causal: bool = False, scale: float | None = None, layout: str = "bhtd",
+           heads: Sequence[int] | None = None, batch: Sequence[int] | None = None,
+           layer: int = 0) -> "Capture":
+        """A capture from arrays (B, H, T, D), (H, T, D) or (T, D); in layout `bthd`, (B, T, H, D), (T, H, D).
 
         Args:
             do: dO, q's shape; without it there are no δ, no gradients and no cures.
@@ -68,7 +69,8 @@ class Capture:
         """
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
-        arrays = {n: _four_axes(n, a, layout) for n, a in (("q", q), ("k", k), ("v", v), ("do", do)) if a is not None}
+        given = {"q": q, "k": k, "v": v, "do": do}
+        arrays = {n: _four_axes(n, a, layout) for n, a in given.items() if a is not None}
         dtypes = {arrays[n].dtype for n in ("q", "k", "v")}
         if len(dtypes) > 1:  # widening is exact, and the first sites of attention round
             wide = np.float64 if np.dtype(np.float64) in dtypes else np.float32
@@ -91,7 +93,8 @@ class Capture:
             arrays = {n: a[list(batch)] for n, a in arrays.items()}
         for name, a in arrays.items():
             _check_finite(name, a)
-        return cls(arrays["q"], arrays["k"], arrays["v"], arrays.get("do"), bool(causal), scale, int(layer), heads, batch)
+        q, k, v, do = (arrays.get(n) for n in given)
+        return cls(q, k, v, do, bool(causal), scale, int(layer), heads, batch)
 
     @property
     def rows(self) -> int:
@@ -124,14 +127,15 @@ class Capture:
             q, k, v, do = (x if x is None else x[part] for x in (self.q, self.k, self.v, self.do))
             if precision.is_fp64:
                 q, k, v, do = (x if x is None else x.astype(np.float64) for x in (q, k, v, do))
-            o, saved = flash_attention_forward(q, k, v, causal=self.causal, scale=self.scale, precision=precision,
-                                               fix=fix, key=Key(0, layer=self.layer, sample=number), watch=watch_all)
+            o, saved = flash_attention_forward(
+                q, k, v, causal=self.causal, scale=self.scale, precision=precision, fix=fix,
+                key=Key(0, layer=self.layer, sample=number), watch=watch_all)
             results.append((o,) if do is None else (o, *flash_attention_backward(do, saved, watch=watch_all)))
         o, *gradients = (np.concatenate(x) for x in zip(*results))
         return Pass(o, delta, *gradients) if gradients else Pass(o)
 
     def _together(self) -> Iterator[tuple[int, int]]:
-        """Ranges of samples that one call takes: consecutive numbers, so many that a call's own cost is small."""
+        """Ranges of samples for one call: consecutive numbers, so many that a call's own cost is small."""
         most = max(1, (1 << 20) // max(self.q[0].size, self.k[0].size))
         first = 0
         for i in range(1, len(self.batch) + 1):
@@ -162,7 +166,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class DeltaError:
-    """δ − golden δ over rows, of one head or of all (None): mean with standard error, sum, share above 0, rms."""
+    """δ − golden δ over the rows of one head or of all (None).
+
+    mean with its standard error (rows as independent draws), sum, share above 0 (of those not 0), rms.
+    """
 
     head: int | None
     rows: int
@@ -179,12 +186,15 @@ class DeltaError:
         se = float(error.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
         nonzero = np.count_nonzero(error)
         positive = int(np.count_nonzero(error > 0)) / int(nonzero) if nonzero else 0.5
-        return cls(head, n, float(error.mean()), se, float(error.sum()), positive, float(np.sqrt(np.mean(error**2))))
+        rms = float(np.sqrt(np.mean(error**2)))
+        return cls(head, n, float(error.mean()), se, float(error.sum()), positive, rms)
 
     @property
     def z(self) -> float:
         """mean in standard errors."""
-        return 0.0 if self.mean == 0 else self.mean / self.se if self.se else math.copysign(math.inf, self.mean)
+        if self.mean == 0:
+            return 0.0
+        return self.mean / self.se if self.se else math.copysign(math.inf, self.mean)
 
     @property
     def significant(self) -> bool:
@@ -244,8 +254,8 @@ class Audit:
         return data | {"precision": {"name": self.precision.name, "toml": self.precision.to_toml()}}
 
 
-def audit(capture: Capture, precision: Precision | str = "bf16", *, fix: Fix | str = "off", cures: bool = True,
-          progress: Progress | None = None) -> Audit:
+def audit(capture: Capture, precision: Precision | str = "bf16", *, fix: Fix | str = "off",
+          cures: bool = True, progress: Progress | None = None) -> Audit:
     """Measures every rounding of one attention under a precision, and looks for what removes δ's bias.
 
     Args:
@@ -328,14 +338,15 @@ def _changes(p: Precision, fix: Fix) -> Iterator[tuple[str, Precision, Fix | str
     own |= {"attn.x_bwd", "attn.p_ds", "attn.dp"} if p.delta_from == "p_dp" else set()
     singles = [(s,) for s in short if SITES[s].direction != "bwd" or s in own]
     o_bar = tuple(s for s in ("attn.pv", "attn.o_scaled", "attn.o_acc") if s in short)
-    groups = [g for g in (o_bar, (*o_bar, "attn.l"), (*o_bar, "attn.o")) if len(g) > 1 and set(g) <= set(short)]
+    groups = (o_bar, (*o_bar, "attn.l"), (*o_bar, "attn.o"))
+    groups = [g for g in groups if len(g) > 1 and set(g) <= set(short)]
     for sites in [*singles, *groups, ("attn",)]:
         options = [f"{s}=fp32" for s in sites]
         yield " ".join(f"--round {o}" for o in options), p.round(*options), fix
 
 
-def _try(capture: Capture, golden: Pass, judged: DeltaError, change: str, precision: Precision, fix: Fix | str,
-         tick: Callable[[int], None]) -> Cure:
+def _try(capture: Capture, golden: Pass, judged: DeltaError, change: str, precision: Precision,
+         fix: Fix | str, tick: Callable[[int], None]) -> Cure:
     found = capture.run(precision, fix, tick=tick)
     error = found.delta - golden.delta
     if judged.head is not None:
@@ -365,7 +376,9 @@ def _chosen(name: str, numbers: Sequence[int] | None, count: int) -> tuple[int, 
         return tuple(range(count))
     outside = [n for n in numbers if not 0 <= n < count]
     if outside or not len(numbers):
-        raise ValueError(f"{name} {', '.join(map(str, outside or numbers)) or '(none)'}: valid: 0 to {count - 1}")
+        raise ValueError(
+            f"{name} {', '.join(map(str, outside or numbers)) or '(none)'}: valid: 0 to {count - 1}"
+        )
     return tuple(dict.fromkeys(int(n) for n in numbers))
 
 
@@ -373,12 +386,15 @@ def _check_finite(name: str, x: np.ndarray) -> None:
     bad = ~np.isfinite(x)
     if bad.any():
         first = ", ".join(str(int(i)) for i in np.unravel_index(np.argmax(bad), x.shape))
-        raise ValueError(f"{name} holds {np.count_nonzero(bad)} NaN or Inf, the first at [{first}] of (batch, heads, T, D): "
-                         "an audit needs finite values; narrow it to heads and samples that have them")
+        raise ValueError(
+            f"{name} holds {np.count_nonzero(bad)} NaN or Inf, the first at [{first}] of "
+            "(batch, heads, T, D): an audit needs finite values; narrow it to heads and samples that have them")
 
 
 def _alike(rnd: Rounder, site: str) -> bool:
-    forward, backward = (rnd.precision.sites_for(d, rnd.layer, rnd.module, int(rnd.heads[0]))[site] for d in ("fwd", "bwd"))
+    forward, backward = (
+        rnd.precision.sites_for(d, rnd.layer, rnd.module, int(rnd.heads[0]))[site] for d in ("fwd", "bwd")
+    )
     return forward == backward
 
 

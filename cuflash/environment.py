@@ -46,17 +46,19 @@ class Info:
 
     def __str__(self) -> str:
         missing = "not installed"
-        rows = [("cuflash", f"{self.versions['cuflash']}, numerics version {self.numerics_version}"),
-                ("python", self.versions["python"]),
-                ("packages", ", ".join(f"{n} {v}" for n, v in self.versions.items() if n not in ("cuflash", "python", "cupy"))),
-                ("cupy", self.versions.get("cupy", missing)),
-                ("cpu", self.cpu)]
+        rows = [
+            ("cuflash", f"{self.versions['cuflash']}, numerics version {self.numerics_version}"),
+            ("python", self.versions["python"]),
+            ("packages", ", ".join(f"{n} {self.versions[n]}" for n in _PACKAGES if n in self.versions)),
+            ("cupy", self.versions.get("cupy", missing)),
+            ("cpu", self.cpu),
+        ]
         if self.device is None:
             rows.append(("gpu", f"none: {self.device_reason}"))
         else:
             d = self.device
-            rows.append(("gpu", f"{d.name}, compute capability {d.capability / 10}, {d.memory / 2**30:.0f} GiB, "
-                                f"{d.multiprocessors} multiprocessors"))
+            rows.append(("gpu", f"{d.name}, compute capability {d.capability / 10}, "
+                                f"{d.memory / 2**30:.0f} GiB, {d.multiprocessors} multiprocessors"))
         rows.append(("kernels", "NVRTC compiles them here" if self.compiler_reason is None
                      else f"cannot be compiled: {self.compiler_reason}"))
         rows.append(("", ""))

@@ -1,12 +1,12 @@
 """One rounding, one sum or one dot product, shown bit by bit as text.
 
-    print(explain())                                    # the paper's example (arXiv 2510.04212, section 3.3.2)
+    print(explain())                                    # the example of arXiv 2510.04212, section 3.3.2
     print(explain("1.2345", format="bf16"))             # one rounding
     print(explain("-2.40711546 + -2.296875"))           # an fp32 sum, stored in bf16
     print(explain("1.5*2.25 3e-5*1", accumulator="hopper"))
 
-Everything drawn is computed from exact rationals, apart from the code it explains; results come from
-that code (`round_to`, `dot`).
+Everything drawn is computed from exact rationals, apart from the code it explains; results come
+from that code (`round_to`, `dot`).
 """
 import math
 import re
@@ -32,9 +32,9 @@ def explain(text: str = "", *, format: str = "bf16", mode: str = "rne", accumula
     """The arithmetic of `text`, at most 100 columns wide.
 
     Args:
-        text: `X`, one rounding; `A + B …`, fp32 sums from left to right, then a rounding; `A*B C*D … [START]`,
-            a dot product of operands in `format`; nothing, the paper's example. Numbers are decimal, `inf`,
-            `nan`, or bits: `0xC097` of the format, `0xC01A0E2E` (8 digits) of fp32.
+        text: `X`, one rounding; `A + B …`, fp32 sums from left to right, then a rounding;
+            `A*B C*D … [START]`, a dot product of operands in `format`; nothing, the paper's example.
+            Numbers are decimal, `inf`, `nan`, or bits: `0xC097` of the format, `0xC01A0E2E` (8 digits) of fp32.
         format, mode: of the rounding.
         accumulator: of a dot product: hopper, ampere, sequential, exact.
         seed: of mode sr.
@@ -77,7 +77,9 @@ def _number(text: str, format: Format) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number: write a decimal, inf, nan, or a bit pattern like 0xC097") from None
+        raise ValueError(
+            f"{text!r} is no number: write a decimal, inf, nan, or a bit pattern like 0xC097"
+        ) from None
 
 
 def pattern(x: float, format: Format) -> int:
@@ -90,7 +92,8 @@ def pattern(x: float, format: Format) -> int:
     if math.isinf(x):
         return sign | ones << format.mantissa_bits
     exponent = _exponent(x, format)
-    units = int(abs(Fraction(x)) / Fraction(2)**(exponent - format.mantissa_bits))  # with the leading 1, if normal
+    # The mantissa, with the leading 1 if x is normal.
+    units = int(abs(Fraction(x)) / Fraction(2)**(exponent - format.mantissa_bits))
     return sign | units + (exponent - format.emin << format.mantissa_bits)
 
 
@@ -170,8 +173,8 @@ def _rounding(x: float, f: Format, mode: Mode, seed: int) -> list[str]:
     """x to the format: significand as kept | guard | sticky, what the mode decides, the result, the error."""
     y = _round(x, f, mode, seed)
     if not math.isfinite(x):
-        return [f"  {x} stays {y}" if not math.isfinite(y) else f"  {x} becomes {_decimal(y)}: {f.name} has no Inf",
-                _fields("result", y, f)]
+        verb = f"becomes {_decimal(y)}: {f.name} has no Inf" if math.isfinite(y) else f"stays {y}"
+        return [f"  {x} {verb}", _fields("result", y, f)]
     exponent = _exponent(x, f)
     unit = Fraction(2)**(exponent - f.mantissa_bits)
     units = abs(Fraction(x)) / unit
@@ -196,7 +199,7 @@ def _rounding(x: float, f: Format, mode: Mode, seed: int) -> list[str]:
 def _brace(label: str, width: int) -> str:
     if width < 2:
         return "│" if label == "sticky" else label[:width]
-    return "└" + label.center(width - 2, "─") + "┘" if width > len(label) + 1 else "└" + "─" * (width - 2) + "┘"
+    return "└" + (label if width > len(label) + 1 else "").center(width - 2, "─") + "┘"
 
 
 def _decision(x: float, y: float, kept: int, rest: Fraction, f: Format, mode: Mode, seed: int) -> list[str]:
@@ -263,10 +266,13 @@ def _addition(a: float, b: float) -> list[str]:
             lines[-1] += f"   a carry: shift right, exponent {exponent}"
         elif exponent < top:
             lines[-1] += f"   cancelled: shift left, exponent {exponent}"
-    error = (Fraction(result) - total * Fraction(2)**top) if math.isfinite(result) else None
-    lines += ["", "  fp32 holds the sum exactly" if error == 0 else "  the sum overflows fp32" if error is None else
-              f"  fp32 rounds the sum (rne), error {float(error)!r}", _header(_FP32)]
-    return lines
+    if not math.isfinite(result):
+        verdict = "the sum overflows fp32"
+    else:
+        error = Fraction(result) - total * Fraction(2)**top
+        rounds = f"fp32 rounds the sum (rne), error {float(error)!r}"
+        verdict = rounds if error else "fp32 holds the sum exactly"
+    return [*lines, "", f"  {verdict}", _header(_FP32)]
 
 
 def _example(mode: Mode, seed: int) -> str:
@@ -280,9 +286,10 @@ def _example(mode: Mode, seed: int) -> str:
              *_sum([without, v], bf16, mode, seed, labels=["acc", "v"]), "", "─" * 100]
     if mode.name == "rne":
         lines += textwrap.wrap(
-            "Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same sign sets the "
-            "sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 and V of one sign make "
-            "ties in half of their sums: their Ō is off by a quarter of an ulp on average.", 100)
+            "Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same sign "
+            "sets the sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 and V "
+            "of one sign make ties in half of their sums: their Ō is off by a quarter of an ulp on average.",
+            100)
     return "\n".join(lines)
 
 
@@ -294,10 +301,12 @@ def _dot(factors: list[list[str]], f: Format, accumulator: str) -> str:
     if any(len(t) > 2 for t in factors) or len(starts) > 1:
         raise ValueError("a dot product is written A*B C*D …, with at most one number alone, its start value")
     if accumulator == "library":
-        raise ValueError("accumulator 'library' is BLAS and not defined to the bit; valid: hopper, ampere, sequential, exact")
+        raise ValueError("accumulator 'library' is BLAS and not defined to the bit; "
+                         "valid: hopper, ampere, sequential, exact")
     common = common_format(f, f)
     if accumulator in TENSOR_CORES and common is None:
-        raise ValueError(f"accumulator {accumulator!r} cannot take {f.name} operands; valid with it: sequential, exact")
+        raise ValueError(f"accumulator {accumulator!r} cannot take {f.name} operands; "
+                         "valid with it: sequential, exact")
     given = [[_number(n, f) for n in t] for t in factors if len(t) == 2]
     pairs = [[_round(n, f, mode_named("rne"), 0) for n in t] for t in given]
     start = _to_fp32(_number(starts[0][0], _FP32)) if starts else 0.0
@@ -324,8 +333,8 @@ def _dot(factors: list[list[str]], f: Format, accumulator: str) -> str:
         lines += ["", f"  exact sum  {float(exact)!r}"]
         for name in ("exact", "sequential", *(n for n in TENSOR_CORES if common is not None)):
             r = result(name)
-            ulps = "" if not math.isfinite(r) else \
-                f"{float((Fraction(r) - exact) / Fraction(2)**(_exponent(float(exact), _FP32) - 23)):+.4f} ulp of fp32"
+            unit = Fraction(2)**(_exponent(float(exact), _FP32) - 23)
+            ulps = f"{float((Fraction(r) - exact) / unit):+.4f} ulp of fp32" if math.isfinite(r) else ""
             lines.append(f"  {name:<10} {_decimal(r):<24} {ulps}")
     return "\n".join(lines)
 
@@ -347,8 +356,9 @@ def _groups(pairs: list[list[float]], start: float, accumulator: str, f: Format)
             terms.append((f"{length - len(group)} × padding", Fraction(0), core.zero_exponent))
         e_max = max(e for _, _, e in terms)
         scale = Fraction(2)**e_max
+        heading = f"{'significand in 2^e_max, cut':<{core.fraction_bits + 6}} cut off"
         lines += ["", f"  k = {k0} to {k0 + len(group) - 1}, e_max = {e_max}",
-                  f"  {'term':<26} {'exponent':>8}   {'significand in 2^e_max, cut':<{core.fraction_bits + 6}} cut off"]
+                  f"  {'term':<26} {'exponent':>8}   {heading}"]
         total = Fraction(0)
         for label, value, exponent in terms:
             cut = _toward_zero(value, e_max - core.fraction_bits)
@@ -360,11 +370,14 @@ def _groups(pairs: list[list[float]], start: float, accumulator: str, f: Format)
         kept = _toward_zero(total, last)
         lines.append(f"  {'sum, exact':<26} {'':>8}  {'−' if total < 0 else ' '}"
                      f"{_binary(abs(total) / scale, core.fraction_bits, 3)}")
-        lines.append(f"  {'cut to 24 bits':<26} {'':>8}  {'−' if kept < 0 else ' '}"
-                     f"{_binary(abs(kept) / scale, core.fraction_bits, 3):<{core.fraction_bits + 6}}{_lost(total - kept)}".rstrip())
+        lines.append(
+            f"  {'cut to 24 bits':<26} {'':>8}  {'−' if kept < 0 else ' '}"
+            f"{_binary(abs(kept) / scale, core.fraction_bits, 3):<{core.fraction_bits + 6}}"
+            f"{_lost(total - kept)}".rstrip())
         acc = math.copysign(math.inf, kept) if abs(kept) >= 2**128 else float(kept)
         if math.isinf(acc):
-            lines.append("  2^128 or more: the result is infinite" + (", and stays so" if k0 + length < len(pairs) else ""))
+            stays = ", and stays so" if k0 + length < len(pairs) else ""
+            lines.append(f"  2^128 or more: the result is infinite{stays}")
             break
     return lines
 

@@ -85,8 +85,9 @@ def _ratio(mean: float, se: float) -> float:
 
 # What is summed for each head. Of rows and of columns, as clusters with n values and error sums S (signed)
 # and A (away from zero): the sums of S², S·n, A², A·n, n², and their number.
+_CLUSTER_FIELDS = ("SS", "Sn", "AA", "An", "nn", "clusters")
 _FIELDS = ("count", "error", "away", "overflow", "underflow", "ties", "changed", "nonfinite",
-           *(f"{axis}_{sum}" for axis in ("rows", "cols") for sum in ("SS", "Sn", "AA", "An", "nn", "clusters")))
+           *(f"{axis}_{sum}" for axis in ("rows", "cols") for sum in _CLUSTER_FIELDS))
 _FIELD = {name: i for i, name in enumerate(_FIELDS)}
 
 
@@ -140,9 +141,12 @@ class Statistics:
             sums = self._places[place] = _Sums("fp64" if rnd.precision.is_fp64 else str(table[site]))
         sums.heads(heads)
         grid = len(axes) == 2
-        shape = (len(heads), -1, x.shape[-1] if grid else 1) if site.startswith("attn.") else (1, -1, x.shape[-1])
-        if not grid and x.ndim > 2:
-            shape = (len(heads), x.shape[1], -1)  # the four partial sums of a row
+        if not site.startswith("attn."):
+            shape = (1, -1, x.shape[-1])
+        elif grid:
+            shape = (len(heads), *x.shape[1:])
+        else:
+            shape = (len(heads), x.shape[1], -1)  # under order = fa2 a row has four partial sums
         x, y = x.reshape(shape), rounded.reshape(shape)
         # P∘dP, delta_prod under delta_from = p_dp, has S's mask too; elsewhere delta_prod comes without one.
         visible = rnd.visible if axes == "qk" or site == "attn.delta_prod" else None
@@ -155,7 +159,8 @@ class Statistics:
             self._open.append(sums)
         start = {"q": rnd.q, "k": rnd.k}
         r0, c0 = start.get(axes[0], 0), start.get(axes[1], 0) if grid else 0
-        rows, cols = (_wide(a, end) for a, end in zip(sums.open, (r0 + x.shape[1], c0 + x.shape[2] if grid else 0)))
+        rows = _wide(sums.open[0], r0 + x.shape[1])
+        cols = _wide(sums.open[1], c0 + x.shape[2] if grid else 0)
         sums.open = rows, cols
         format = format_named(rnd.format(site))
         step = max(1, _BLOCK // max(1, x.shape[0] * x.shape[2]))
@@ -172,7 +177,8 @@ class Statistics:
                     cols[k, :, c0:c0 + x.shape[2]] += values.sum(axis=1, dtype=np.float64)
             rows[2, :, at] += x.shape[2] if counted is None else np.count_nonzero(counted, axis=2)
             if grid:
-                cols[2, :, c0:c0 + x.shape[2]] += error.shape[1] if counted is None else np.count_nonzero(counted, axis=1)
+                by_column = error.shape[1] if counted is None else np.count_nonzero(counted, axis=1)
+                cols[2, :, c0:c0 + x.shape[2]] += by_column
 
     def _close(self) -> None:
         if self._rounder is not None:
@@ -197,8 +203,10 @@ class Statistics:
             if ((s.site, s.layer, s.module, s.head) == (site, layer, module, head)
                     and direction in (None, s.direction)):
                 return s
-        raise unknown("site", site, dict.fromkeys(s.site for s in seen)) if all(s.site != site for s in seen) else \
-            ValueError(f"site {site} was not seen at direction={direction}, layer={layer}, module={module!r}, head={head}")
+        if all(s.site != site for s in seen):
+            raise unknown("site", site, dict.fromkeys(s.site for s in seen))
+        raise ValueError(f"site {site} was not seen at direction={direction}, layer={layer}, "
+                         f"module={module!r}, head={head}")
 
 
 def _wide(clusters: np.ndarray, end: int) -> np.ndarray:
@@ -214,7 +222,7 @@ def _entries(x: np.ndarray, shown: np.ndarray | None) -> np.ndarray:
 
 def _measure(sums: _Sums, heads: np.ndarray, x: np.ndarray, y: np.ndarray, shown: np.ndarray | None,
              format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Adds a block's counts; gives error, error away from zero (both 0 where not counted) and what is counted.
+    """Adds a block's counts; gives error, error away from zero (0 where not counted), what is counted.
 
     Both are exact in x's own precision: y − x has no more bits than x, and an ulp is a power of two.
     """
@@ -264,8 +272,8 @@ def _results(place: tuple[str, int, str, str], sums: _Sums, by_head: bool) -> It
         n = of["count"] - of["overflow"] - of["nonfinite"]
         mean, away = (of[f] / n if n else 0.0 for f in ("error", "away"))
         yield SiteStatistics(
-            site, direction, layer, module, head, sums.rounding, int(of["count"]), mean, _standard_error(of, "S", mean, n),
-            away, _standard_error(of, "A", away, n), float(largest),
+            site, direction, layer, module, head, sums.rounding, int(of["count"]),
+            mean, _standard_error(of, "S", mean, n), away, _standard_error(of, "A", away, n), float(largest),
             *(int(of[f]) for f in ("overflow", "underflow", "ties", "changed", "nonfinite")))
 
 
@@ -277,6 +285,7 @@ def _standard_error(of: dict[str, float], sum: str, mean: float, n: float) -> fl
     for axis in ("rows", "cols"):
         clusters = of[f"{axis}_clusters"]
         if clusters > 1:
-            squares = of[f"{axis}_{sum * 2}"] - 2 * mean * of[f"{axis}_{sum}n"] + mean * mean * of[f"{axis}_nn"]
+            squares = of[f"{axis}_{sum * 2}"] - 2 * mean * of[f"{axis}_{sum}n"]
+            squares += mean * mean * of[f"{axis}_nn"]
             found.append(math.sqrt(max(squares, 0.0) * clusters / (clusters - 1)) / n)
     return max(found, default=math.nan)

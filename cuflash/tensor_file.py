@@ -8,8 +8,8 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -59,7 +59,9 @@ def _safetensors(path: Path, required: tuple[str, ...], optional: tuple[str, ...
         if size < 10 or length > _MAX_HEADER or start != b"{":
             raise ValueError(f"{path} is not a safetensors, npz or HDF5 file")
         if 8 + length > size:
-            raise ValueError(f"{path} is truncated: its safetensors header takes {length} bytes, the file has {size - 8}")
+            raise ValueError(
+                f"{path} is truncated: its safetensors header takes {length} bytes, the file has {size - 8}"
+            )
         header = start + f.read(length - 1)
     try:
         entries = json.loads(header)
@@ -70,15 +72,19 @@ def _safetensors(path: Path, required: tuple[str, ...], optional: tuple[str, ...
             for name in _wanted(path, list(entries), required, optional)}
 
 
-def _map(path: Path, name: str, entry: object, start: int, size: int) -> np.ndarray:
-    def natural(numbers: object) -> bool:
+def _map(path: Path, name: str, entry: Any, start: int, size: int) -> np.ndarray:
+    def natural(numbers: Any) -> bool:
         return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
-    shape, offsets = (entry.get(k) if isinstance(entry, Mapping) else None for k in ("shape", "data_offsets"))
+    known = entry if isinstance(entry, dict) else {}
+    shape: Any = known.get("shape")
+    offsets: Any = known.get("data_offsets")
     if not (natural(shape) and natural(offsets) and len(offsets) == 2):
         raise ValueError(f"{path}: the safetensors header does not describe {name!r}: it says {entry!r:.200}")
     if entry.get("dtype") not in _SAFETENSORS:
-        raise ValueError(f"{path}: {name!r} has dtype {entry.get('dtype')!r}; valid: {', '.join(_SAFETENSORS)}")
+        raise ValueError(
+            f"{path}: {name!r} has dtype {entry.get('dtype')!r}; valid: {', '.join(_SAFETENSORS)}"
+        )
     dtype, (begin, end) = _SAFETENSORS[entry["dtype"]], offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{path}: {name!r} has shape {shape} of {entry['dtype']} in {end - begin} bytes; "
@@ -98,7 +104,8 @@ def _npz(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> di
             arrays = {name: file[name] for name in _wanted(path, list(file), required, optional)}
     except (zipfile.BadZipFile, zlib.error, EOFError) as e:
         raise ValueError(f"{path} is a damaged npz file: {e}") from None
-    return {name: a.view(ml_dtypes.bfloat16) if a.dtype == np.dtype("V2") else a for name, a in arrays.items()}
+    bf16 = np.dtype("V2")
+    return {n: a.view(ml_dtypes.bfloat16) if a.dtype == bf16 else a for n, a in arrays.items()}
 
 
 def _hdf5(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, np.ndarray]:

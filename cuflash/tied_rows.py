@@ -18,7 +18,8 @@ _CHAIN = ("attn.pv", "attn.o_acc", "attn.o")  # where Ō may first lose bits
 class Turned:
     """One value of Ō (of O, where Ō is kept in fp32) that the rest of its row turned away from zero.
 
-    `tied` is what the keys at P̄ = 1 alone give, exactly; `exact` what came to the site, `rounded` what left it.
+    `tied` is what the keys at P̄ = 1 alone give, exactly; `exact` what came to the site, `rounded` what
+    left it.
     """
 
     site: str
@@ -82,7 +83,8 @@ class TiedRows:
             if site == "attn.pv":
                 self._check(rnd, x, y, *self._new, self._masks[-1:])
             else:
-                self._check(rnd, x, y, self._count[:, part], self._sum[:, part], self._magnitude[:, part], self._masks)
+                so_far = (total[:, part] for total in (self._count, self._sum, self._magnitude))
+                self._check(rnd, x, y, *so_far, self._masks)
         if site == "attn.lse":
             self._masks = []
             self.rows += int(np.count_nonzero(self._tied[:, rnd.q:rnd.q + y.shape[1]]))
@@ -145,5 +147,5 @@ class TiedRows:
             keys = [k0 + int(k) for q0, k0, ones in masks if 0 <= at[2] - q0 < ones.shape[1]
                     for k in np.flatnonzero(ones[g[i], at[2] - q0])]
             values = (alone[i, feature], x[i, feature], y[i, feature], ulp(x[i, feature], format))
-            self.first = Turned(self._site, format.name, *at, tuple(sorted(keys)),
-                                tuple(float(self._v[g[i], k, feature]) for k in sorted(keys)), *map(float, values))
+            v = tuple(float(self._v[g[i], k, feature]) for k in sorted(keys))
+            self.first = Turned(self._site, format.name, *at, tuple(sorted(keys)), v, *map(float, values))

@@ -39,7 +39,11 @@ def test_the_papers_case(paper):
     assert found.judged is found.delta
     assert found.delta.z > 20 and found.delta.positive > 0.99
     removed = {c.change for c in found.cures if c.removes}
-    assert {"--set delta_from=p_dp", "--set delta_from=o_fp32", "--round attn=fp32"} <= removed  # the paper's cures
+    assert {
+        "--set delta_from=p_dp",
+        "--set delta_from=o_fp32",
+        "--round attn=fp32",
+    } <= removed  # the paper's cures
     left = {c.change: c.left for c in found.cures}
     # Ō rounded anywhere on its way keeps the bias, and so does S in fp32
     for change in ("--round attn.pv=fp32", "--round attn.o_acc=fp32", "--round attn.s=fp32"):
@@ -54,7 +58,9 @@ def test_first_row_and_keys_of_the_papers_case(paper):
     n, f = found.tied_rows, found.first
     assert n["rows"] == 512 and n["values"] == 512 * 64
     assert n["away"] == n["ties"] and n["toward"] == 0  # the rest has the sign of V everywhere
-    assert n["ties"] == pytest.approx(512 * 64 / 2, rel=0.05)  # half of the sums: ±2 % is four standard errors
+    assert n["ties"] == pytest.approx(
+        512 * 64 / 2, rel=0.05
+    )  # half of the sums: ±2 % is four standard errors
     assert (f.site, f.sample, f.head, f.row, f.keys) == ("attn.pv", 0, 0, 0, (0, 1))
     assert f.v == tuple(paper.v[0, 0, :2, f.feature]) and f.tied == sum(f.v)
     assert abs(f.tied / f.ulp % 1) == 0.5 and abs(f.exact) > abs(f.tied)
@@ -111,7 +117,9 @@ def test_golden_delta_is_what_backward_uses():
     capture = Capture.of(q, k, v, do, causal=True, scale=0.3)
     o, saved = flash_attention_forward(*(x.astype(np.float64) for x in (q, k, v)), causal=True, scale=0.3)
     assert np.allclose(capture.golden.delta, (do * o).sum(-1), rtol=1e-12)
-    for got, expected in zip((capture.golden.dq, capture.golden.dk), flash_attention_backward(do.astype(float), saved)):
+    for got, expected in zip(
+        (capture.golden.dq, capture.golden.dk), flash_attention_backward(do.astype(float), saved)
+    ):
         assert np.array_equal(got, expected)
 
 
@@ -125,7 +133,10 @@ def test_narrowing_and_layouts_give_the_same_audit():
     assert found.errors == same.errors and found.delta == same.delta
     assert {s.head for s in found.sites_by_head} == {2} and found.delta_heads[0].head == 2
     turned = [x.swapaxes(1, 2) for x in (q, k, v, do)]
-    assert audit(Capture.of(*turned, layout="bthd"), "bf16").errors == audit(Capture.of(q, k, v, do), "bf16").errors
+    assert (
+        audit(Capture.of(*turned, layout="bthd"), "bf16").errors
+        == audit(Capture.of(q, k, v, do), "bf16").errors
+    )
     three = [x[0] for x in (q, k, v, do)]
     two = [x[0, 0] for x in (q, k, v, do)]
     assert Capture.of(*three).q.shape == (1, 4, 24, 16) and Capture.of(*two).k.shape == (1, 1, 24, 16)
@@ -146,27 +157,41 @@ def test_samples_in_groups_or_one_by_one_are_the_same(monkeypatch):
 def test_progress_ends_at_its_total():
     q, k, v, do = normal(2, 2, 20, 8, seed=19)
     ends = {}
-    audit(Capture.of(q, k, v, do), "bf16", progress=lambda phase, done, total: ends.update({phase: (done, total)}))
+    audit(
+        Capture.of(q, k, v, do),
+        "bf16",
+        progress=lambda phase, done, total: ends.update({phase: (done, total)}),
+    )
     assert list(ends)[:2] == ["golden", "bf16-paper"] and all(done == total for done, total in ends.values())
 
 
 def test_json(paper):
     text = json.dumps(audit(paper, "bf16").to_dict(), default=float)
     data = json.loads(text)
-    assert data["sites"][0]["site"] == "attn.pv" and data["delta"]["rows"] == 512 and data["first"]["keys"] == [0, 1]
+    assert (
+        data["sites"][0]["site"] == "attn.pv"
+        and data["delta"]["rows"] == 512
+        and data["first"]["keys"] == [0, 1]
+    )
     assert Precision.from_toml(data["precision"]["toml"]) == Precision.named("bf16")
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"layout": "bhdt"}, "unknown layout 'bhdt'"),
-    ({"heads": [4]}, "heads 4: valid: 0 to 1"),
-    ({"batch": []}, r"batch \(none\): valid: 0 to 0"),
-    ({"do": np.zeros((1, 2, 9, 8), np.float32)}, r"do has shape \(1, 2, 9, 8\)"),
-    ({"k": np.zeros((1, 2, 9, 4), np.float32)}, "must agree|differ in shape"),
-    ({"q": np.zeros(3, np.float32)}, r"q has shape \(3,\); layout bhtd needs"),
-    ({"v": np.full((1, 2, 10, 8), np.nan, np.float32)}, r"v holds 160 NaN or Inf, the first at \[0, 0, 0, 0\]"),
-    ({"q": np.zeros((1, 2, 0, 8), np.float32), "do": None}, "nothing to audit"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layout": "bhdt"}, "unknown layout 'bhdt'"),
+        ({"heads": [4]}, "heads 4: valid: 0 to 1"),
+        ({"batch": []}, r"batch \(none\): valid: 0 to 0"),
+        ({"do": np.zeros((1, 2, 9, 8), np.float32)}, r"do has shape \(1, 2, 9, 8\)"),
+        ({"k": np.zeros((1, 2, 9, 4), np.float32)}, "must agree|differ in shape"),
+        ({"q": np.zeros(3, np.float32)}, r"q has shape \(3,\); layout bhtd needs"),
+        (
+            {"v": np.full((1, 2, 10, 8), np.nan, np.float32)},
+            r"v holds 160 NaN or Inf, the first at \[0, 0, 0, 0\]",
+        ),
+        ({"q": np.zeros((1, 2, 0, 8), np.float32), "do": None}, "nothing to audit"),
+    ],
+)
 def test_mistakes(change, message):
     q, k, v, do = normal(1, 2, 10, 8)
     with pytest.raises(ValueError, match=message):
@@ -187,7 +212,11 @@ def safetensors(path, arrays, **header_changes):
     names = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
     header, data = {"__metadata__": {"from": "test"}}, b""
     for name, a in arrays.items():
-        header[name] = {"dtype": names[a.dtype.name], "shape": list(a.shape), "data_offsets": [len(data), len(data) + a.nbytes]}
+        header[name] = {
+            "dtype": names[a.dtype.name],
+            "shape": list(a.shape),
+            "data_offsets": [len(data), len(data) + a.nbytes],
+        }
         data += a.tobytes()
     for name, change in header_changes.items():
         header[name] |= change
@@ -249,11 +278,16 @@ def test_damaged_safetensors(tmp_path, change, message):
 
 def test_truncated_and_foreign_files(tmp_path):
     whole = safetensors(tmp_path / "a", arrays()).read_bytes()
-    cases = {"header": (whole[:40], "is truncated: its safetensors header takes"), "empty": (b"", "is not a safetensors"),
-             "data": (whole[:-1], "is truncated: 'do' ends at"), "text": (b"hello, world, hello", "is not a safetensors"),
-             "json": ((20).to_bytes(8, "little") + b"{" + b"x" * 30, "header is not JSON"),
-             "list": ((2).to_bytes(8, "little") + b"[]" + b"x" * 30, "is not a safetensors"),
-             "zip": (b"PK\x03\x04" + b"x" * 40, "damaged npz"), "h5": (b"\x89HDF\r\n\x1a\n" + b"x" * 40, "damaged HDF5")}
+    cases = {
+        "header": (whole[:40], "is truncated: its safetensors header takes"),
+        "empty": (b"", "is not a safetensors"),
+        "data": (whole[:-1], "is truncated: 'do' ends at"),
+        "text": (b"hello, world, hello", "is not a safetensors"),
+        "json": ((20).to_bytes(8, "little") + b"{" + b"x" * 30, "header is not JSON"),
+        "list": ((2).to_bytes(8, "little") + b"[]" + b"x" * 30, "is not a safetensors"),
+        "zip": (b"PK\x03\x04" + b"x" * 40, "damaged npz"),
+        "h5": (b"\x89HDF\r\n\x1a\n" + b"x" * 40, "damaged HDF5"),
+    }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
@@ -262,7 +296,9 @@ def test_truncated_and_foreign_files(tmp_path):
 
 def test_missing_keys_are_listed_with_what_the_file_has(tmp_path):
     path = safetensors(tmp_path / "a", {n: np.zeros(1, np.float32) for n in ("query", "k", "w")})
-    with pytest.raises(ValueError, match=r"has no q, v: it must have q, k, v and may have do; it has query, k, w"):
+    with pytest.raises(
+        ValueError, match=r"has no q, v: it must have q, k, v and may have do; it has query, k, w"
+    ):
         read_tensors(path, ("q", "k", "v"), ("do",))
     np.savez(tmp_path / "a.npz", k=np.zeros(1))
     with pytest.raises(ValueError, match="has no q: it must have q; it has k"):

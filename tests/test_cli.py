@@ -3,7 +3,6 @@ import json
 import sys
 import unicodedata
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -58,12 +57,21 @@ def test_info_without_cupy_says_what_to_install(monkeypatch):
     assert "pip install 'cuflash[cuda12]'" in " ".join(run("info").split())
 
 
-@pytest.mark.parametrize("capability, hopper, ampere", [(90, "yes", "no: it needs"), (80, "no: it needs", "yes"),
-                                                        (86, "no: it needs", "yes"), (120, "not checked", "no: it needs")])
+@pytest.mark.parametrize(
+    "capability, hopper, ampere",
+    [
+        (90, "yes", "no: it needs"),
+        (80, "no: it needs", "yes"),
+        (86, "no: it needs", "yes"),
+        (120, "not checked", "no: it needs"),
+    ],
+)
 def test_accumulators_of_a_device(monkeypatch, capability, hopper, ampere):
     from cuflash import environment, kernels
     monkeypatch.setattr(kernels, "gpu_reason", lambda: None)
-    monkeypatch.setattr(environment, "_device", lambda: environment.Device("Test GPU", capability, 8 << 30, 10))
+    monkeypatch.setattr(
+        environment, "_device", lambda: environment.Device("Test GPU", capability, 8 << 30, 10)
+    )
     found = cuflash.info()
     assert found.accumulators["hopper"]["gpu"].startswith(hopper)
     assert found.accumulators["ampere"]["gpu"].startswith(ampere)
@@ -84,7 +92,16 @@ def test_sites_side_by_side():
 
 
 def test_sites_of_one_precision_with_changes():
-    text = run("sites", "bf16-fa2", "--round", "attn.o=fp16:rz", "--round", "L1/H0,6-8/attn.q=fp32", "--set", "delta_from=p_dp")
+    text = run(
+        "sites",
+        "bf16-fa2",
+        "--round",
+        "attn.o=fp16:rz",
+        "--round",
+        "L1/H0,6-8/attn.q=fp32",
+        "--set",
+        "delta_from=p_dp",
+    )
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["attn.o"][3] == "fp16:rz" and rows["delta_from"] == ["delta_from", "p_dp"]
     assert "L1/H0,6-8/attn.q=fp32" in text
@@ -106,7 +123,9 @@ def test_sites_mistakes():
     assert "unknown precision 'bf61': did you mean 'bf16'" in mistake("sites", "bf61")
     assert "--toml needs a PRECISION" in mistake("sites", "--toml")
     assert "unknown site 'attn.pw': did you mean" in mistake("sites", "bf16", "--round", "attn.pw=fp32")
-    assert "attn.pv does not exist on its own under order=fa2" in mistake("sites", "bf16-fa2", "--round", "attn.pv=fp32")
+    assert "attn.pv does not exist on its own under order=fa2" in mistake(
+        "sites", "bf16-fa2", "--round", "attn.pv=fp32"
+    )
     assert "give one of them" in mistake("sites", "bf16", "--toml", "--diff", "fp32")
 
 
@@ -123,7 +142,9 @@ def test_explain_example_and_negative_numbers():
 
 
 def test_explain_mistakes():
-    assert "No such option '--fromat'. Did you mean '--format'?" in mistake("explain", "1", "--fromat", "bf16")
+    assert "No such option '--fromat'. Did you mean '--format'?" in mistake(
+        "explain", "1", "--fromat", "bf16"
+    )
     assert "unknown format 'bf61'" in mistake("explain", "1", "--format", "bf61")
     assert "'one' is no number" in mistake("explain", "one")
 
@@ -159,9 +180,31 @@ def test_audit_options(tmp_path):
     path = str(safetensors(tmp_path / "a.safetensors", given))
     toml = tmp_path / "mine.toml"
     toml.write_text('base = "bf16"\n[sites]\n"attn.o" = "fp32"\n')
-    text = run("audit", path, "--precision", str(toml), "--precision", "all-fp16", "--causal", "--heads", "1", "--fix", "on",
-               "--set", "delta_from=p_dp", "--no-cures", "--scale", "0.5")
-    assert "attn.o=fp32" in text and "all-fp16" in text and "fix capped" in text and "heads 1" in text and "scale 0.5" in text
+    text = run(
+        "audit",
+        path,
+        "--precision",
+        str(toml),
+        "--precision",
+        "all-fp16",
+        "--causal",
+        "--heads",
+        "1",
+        "--fix",
+        "on",
+        "--set",
+        "delta_from=p_dp",
+        "--no-cures",
+        "--scale",
+        "0.5",
+    )
+    assert (
+        "attn.o=fp32" in text
+        and "all-fp16" in text
+        and "fix capped" in text
+        and "heads 1" in text
+        and "scale 0.5" in text
+    )
     del given["do"]
     text = run("audit", str(safetensors(tmp_path / "b.safetensors", given)))
     assert "no do in the file, so left out: backward's sites, delta, the gradients" in text

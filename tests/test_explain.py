@@ -18,8 +18,16 @@ def result(text):
 def test_the_papers_example():
     text = explain()
     with_rest, without = text.split("The same without")
-    for number in ("-2.4071154594421387", "-2.296875", "-4.703990459442139", "-4.71875", "-0.014759540557861328",
-                   "1.0010110 1 000011100010111", "1 10000001 00101101000011100010111", "0xC097"):
+    for number in (
+        "-2.4071154594421387",
+        "-2.296875",
+        "-4.703990459442139",
+        "-4.71875",
+        "-0.014759540557861328",
+        "1.0010110 1 000011100010111",
+        "1 10000001 00101101000011100010111",
+        "0xC097",
+    ):
         assert number in with_rest, number
     assert "rne goes away from zero" in with_rest
     for number in ("-2.40625", "-4.703125", "-4.6875", "0.015625", "1.0010110 1 0 ", "0xC096"):
@@ -28,8 +36,16 @@ def test_the_papers_example():
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name, dtype", [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16), ("e4m3", ml_dtypes.float8_e4m3),
-                                         ("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("bf16", ml_dtypes.bfloat16),
+        ("fp16", np.float16),
+        ("e4m3", ml_dtypes.float8_e4m3),
+        ("fp8_e4m3", ml_dtypes.float8_e4m3fn),
+        ("fp8_e5m2", ml_dtypes.float8_e5m2),
+    ],
+)
 def test_patterns_of_every_value(name, dtype):
     f = format_named(name)
     bits = np.arange(1 << f.bits, dtype=f"u{f.bits // 8}")
@@ -47,7 +63,14 @@ def test_patterns_of_every_value(name, dtype):
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "e3m2", "fp32"])
 def test_one_rounding(name, mode):
     rng = np.random.default_rng(len(name) + 7 * len(mode))
-    values = [*rng.standard_normal(10), *(rng.standard_normal(5) * 2.0**rng.integers(-160, 140, 5)), 0.0, -0.0, 1e-50, 1e39]
+    values = [
+        *rng.standard_normal(10),
+        *(rng.standard_normal(5) * 2.0 ** rng.integers(-160, 140, 5)),
+        0.0,
+        -0.0,
+        1e-50,
+        1e39,
+    ]
     for x in values:
         text = explain(repr(float(x)), format=name, mode=mode)
         assert result(text) == float(round_to(np.float64(x), name, mode)), text
@@ -89,7 +112,9 @@ def test_the_drawn_dot_product_is_that_of_the_library(name, accumulator):
         c = np.float32(rng.standard_normal() if trial % 2 else 0)
         text = explain(" ".join(f"{float(x)!r}*{float(y)!r}" for x, y in zip(a, b)) + f" {float(c)!r}",
                        format=name, accumulator=accumulator)
-        expected = float(dot(a[None], b[:, None], c.reshape(1, 1), accumulator=accumulator, format=name)[0, 0])
+        expected = float(
+            dot(a[None], b[:, None], c.reshape(1, 1), accumulator=accumulator, format=name)[0, 0]
+        )
         assert result(text) == expected
         e_max = int(re.findall(r"e_max = (-?\d+)", text)[-1])
         sign, digits = re.findall(r"cut to 24 bits\s+(−?)\s*([01]+\.[01]+)", text)[-1]

@@ -36,7 +36,9 @@ def test_counts_against_bf16_bits():
     s = stats.site("attn.s")
     expected = x.astype(ml_dtypes.bfloat16).astype(np.float64)
     counted = np.isfinite(x) & np.isfinite(expected)
-    e = (expected[counted] - x[counted]) / 2.0**np.maximum(np.frexp(x[counted].astype(np.float64))[1] - 8, -133)
+    e = (expected[counted] - x[counted]) / 2.0 ** np.maximum(
+        np.frexp(x[counted].astype(np.float64))[1] - 8, -133
+    )
     assert np.array_equal(y, expected)
     assert (s.count, s.overflow, s.underflow, s.ties, s.nonfinite) == (2000, 1, 1, 2, 1)
     assert s.changed == np.count_nonzero(e) + 1  # the overflow changed too
@@ -76,7 +78,9 @@ def test_by_head_and_layer():
         whole, heads = stats.site(site), [stats.site(site, head=h) for h in range(4)]
         for name in ("count", "changed", "ties"):
             assert getattr(whole, name) == sum(getattr(s, name) for s in heads)
-        assert whole.mean == pytest.approx(np.average([s.mean for s in heads], weights=[s.count for s in heads]))
+        assert whole.mean == pytest.approx(
+            np.average([s.mean for s in heads], weights=[s.count for s in heads])
+        )
         assert whole.max == max(s.max for s in heads)
     assert stats.site("attn.s").count == 2 * 4 * 33 * 34 // 2
     with pytest.raises(ValueError, match="did you mean 'attn.dq'|valid: attn.q"):
