@@ -226,8 +226,8 @@ def _cures(a: Audit) -> Iterator[str]:
     others = [c for c in rest if c.removeprefix("--round ").removesuffix("=fp32") not in alone]
     for label, some in (
         ("make it worse", worse),
-        ("change it by less than 10 %", others),
-        ("so does each of these in fp32" if others else "each of these in fp32 changes it by less", alone),
+        ("no effect (within 10 %)", others),
+        ("no effect of fp32 at any one of", alone),
     ):
         if some:
             text = (

@@ -24,7 +24,7 @@ def explain(terms: tuple[str, ...], format: str, mode: str, accumulator: str, se
 
     \b
     cuflash explain 1.2345 --format bf16 --mode rne
-    cuflash explain 0xC097 --format fp8_e5m2           # bits of the format, or 8 digits of fp32
+    cuflash explain 0xC0968717                 # bits: of the format, or 8 digits of fp32
     cuflash explain -2.40711546 + -2.296875
     cuflash explain '1.5*2.25' '3e-5*1' --accumulator hopper
     """

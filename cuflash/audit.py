@@ -388,7 +388,7 @@ def _check_finite(name: str, x: np.ndarray) -> None:
         first = ", ".join(str(int(i)) for i in np.unravel_index(np.argmax(bad), x.shape))
         raise ValueError(
             f"{name} holds {np.count_nonzero(bad)} NaN or Inf, the first at [{first}] of "
-            "(batch, heads, T, D): an audit needs finite values; narrow it to heads and samples that have them")
+            "(batch, heads, T, D): an audit needs finite values; narrow it to heads and samples that are")
 
 
 def _alike(rnd: Rounder, site: str) -> bool:

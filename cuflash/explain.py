@@ -34,7 +34,7 @@ def explain(text: str = "", *, format: str = "bf16", mode: str = "rne", accumula
     Args:
         text: `X`, one rounding; `A + B …`, fp32 sums from left to right, then a rounding;
             `A*B C*D … [START]`, a dot product of operands in `format`; nothing, the paper's example.
-            Numbers are decimal, `inf`, `nan`, or bits: `0xC097` of the format, `0xC01A0E2E` (8 digits) of fp32.
+            Numbers are decimal, `inf`, `nan`, or bits: `0xC097` of the format, `0xC01A0E2E` of fp32.
         format, mode: of the rounding.
         accumulator: of a dot product: hopper, ampere, sequential, exact.
         seed: of mode sr.
@@ -286,9 +286,10 @@ def _example(mode: Mode, seed: int) -> str:
              *_sum([without, v], bf16, mode, seed, labels=["acc", "v"]), "", "─" * 100]
     if mode.name == "rne":
         lines += textwrap.wrap(
-            "Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same sign "
-            "sets the sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 and V "
-            "of one sign make ties in half of their sums: their Ō is off by a quarter of an ulp on average.",
+            "Without the rest the sum is a tie, and rne sends as many ties up as down. A rest of the same "
+            "sign sets the sticky bit and turns every tie away from zero. Rows with two or more keys at P̄ = 1 "
+            "and V of one sign make ties in half of their sums: their Ō is off by a quarter of an ulp on "
+            "average.",
             100)
     return "\n".join(lines)
 
