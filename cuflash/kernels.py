@@ -67,13 +67,13 @@ def gpu_reason() -> str | None:
     try:
         if runtime.getDeviceCount() < 1:
             return "no CUDA device is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-        capability = _capability(runtime.getDevice())
+        found = capability(runtime.getDevice())
         runtime.free(0)  # makes the context, so that a busy or broken device says so here
     except runtime.CUDARuntimeError as error:
         return (f"the CUDA driver gives no device ({error}): check that an NVIDIA driver is installed "
                 "(nvidia-smi) and what CUDA_VISIBLE_DEVICES says")
-    if capability < MIN_CAPABILITY:
-        return (f"compute capability {capability / 10} is too old: the kernels need "
+    if found < MIN_CAPABILITY:
+        return (f"compute capability {found / 10} is too old: the kernels need "
                 f"{MIN_CAPABILITY / 10} (Ampere) or newer")
     return nvrtc_reason()
 
@@ -91,13 +91,14 @@ def nvrtc_reason() -> str | None:
 
 
 @functools.cache
-def _capability(device: int) -> int:
+def capability(device: int) -> int:
+    """The compute capability of a device, as 90 for 9.0."""
     return int(import_cupy().cuda.Device(device).compute_capability)
 
 
-def architecture(capability: int) -> str:
+def architecture(compute_capability: int) -> str:
     """The NVRTC target of a compute capability (90 for 9.0): sm_90a where wgmma needs it, sm_NN elsewhere."""
-    return "sm_90a" if capability == 90 else f"sm_{capability}"
+    return "sm_90a" if compute_capability == 90 else f"sm_{compute_capability}"
 
 
 def newest_architecture() -> str:
@@ -310,7 +311,7 @@ def kernel(name: str, function: str, defines: Mapping[str, object] = {}, headers
     key = (device, name, function, shared, tuple(defines.items()), tuple(headers.items()))
     found = _kernels.get(key)
     if found is None:
-        path = compile_cubin(name, architecture(_capability(device)), defines, headers)
+        path = compile_cubin(name, architecture(capability(device)), defines, headers)
         found = _module(device, path).get_function(function)
         # 48 KiB are allowed unasked. The limit belongs to the loaded function: never lower another caller's.
         if shared > 48 << 10 and shared > found.max_dynamic_shared_size_bytes:

@@ -63,11 +63,10 @@ def test_a_second_call_does_not_compile(folder, monkeypatch):
 
 
 def test_every_part_of_the_program_is_in_the_key(folder):
-    def path(arch="sm_80", defines={"FACTOR": 2}, headers={}):
-        return kernels.compile_cubin("scale", arch, defines, headers)
+    def path(arch="sm_80", factor=2, **headers):
+        return kernels.compile_cubin("scale", arch, {"FACTOR": factor}, headers)
 
-    seen = [path(), path("sm_90a"), path(defines={"FACTOR": 3}),
-            path(headers={"double.cuh": HEADER.replace("x + x", "x")})]
+    seen = [path(), path("sm_90a"), path(factor=3), path(**{"double.cuh": HEADER.replace("x + x", "x")})]
     (folder / "double.cuh").write_text(HEADER.replace("x + x", "2 * x"))
     seen.append(path())
     (folder / "scale.cu").write_text(SOURCE + "\n")
@@ -164,7 +163,7 @@ def stands_alone(name):
     return True
 
 
-@pytest.mark.parametrize("name", filter(stands_alone, kernels.source_names()))
+@pytest.mark.parametrize("name", list(filter(stands_alone, kernels.source_names())))
 def test_sources_that_stand_alone_compile(name):
     for arch in ("sm_80", "sm_90a", kernels.newest_architecture()):
         assert kernels.compile_cubin(name, arch).exists()

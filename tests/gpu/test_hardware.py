@@ -267,7 +267,7 @@ def test_mma(instruction, distribution, seed, record):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("instruction", WGMMA, ids=lambda i: i.kernel)
 def test_wgmma(instruction, distribution, seed, record):
-    if kernels._capability(0) != 90:
+    if kernels.capability(0) != 90:
         pytest.skip("wgmma is an instruction of sm_90 alone")
     check(instruction, distribution, SIZE, 16, seed, record)
 
@@ -276,6 +276,6 @@ def test_wgmma(instruction, distribution, seed, record):
 @pytest.mark.parametrize("instruction", INSTRUCTIONS + WGMMA, ids=lambda i: i.kernel)
 def test_groups_chain(instruction, distribution, seed, record):
     """Each group starts from the one before; 208 = 3 · 64 + 16, and the wgmma kernels issue four in a row."""
-    if instruction in WGMMA and kernels._capability(0) != 90:
+    if instruction in WGMMA and kernels.capability(0) != 90:
         pytest.skip("wgmma is an instruction of sm_90 alone")
     check(instruction, distribution, SIZE // 2, 208, seed, record)
