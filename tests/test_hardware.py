@@ -23,4 +23,4 @@ def test_recorded_bits(instruction):
     assert len(names) >= 12 and d.size >= 144 * len(names)
     got = dot_fp32(a, b, c, "hopper", format, format)
     equal = (got.view(np.uint32) == d.view(np.uint32)) | (np.isnan(got) & np.isnan(d))
-    assert equal.all(), [name for name, ok in zip(names, equal) if not ok.all()]
+    assert equal.all(), [name for name, ok in zip(names, equal, strict=True) if not ok.all()]

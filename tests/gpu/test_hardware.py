@@ -250,11 +250,11 @@ def record(record_folder):
         for name, cases in kept.items():
             group = file.create_group(name)
             group.attrs["distributions"] = [case[0] for case in cases]
-            for part, at in zip("abcd", range(1, 5)):
+            for part, at in zip("abcd", range(1, 5), strict=True):
                 words = np.stack([case[at] for case in cases]).view(np.uint32)
                 group.create_dataset(part, data=words, compression="gzip", shuffle=True)
         for name, parts in differing.items():
-            for part, words in zip("abcd", parts):
+            for part, words in zip("abcd", parts, strict=True):
                 file[f"differing/{name}/{part}"] = words.view(np.uint32)
 
 
