@@ -2,6 +2,7 @@
 
 One line a site, then products, switches, numeric tiles, and the fix, so that what is off costs nothing.
 """
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -87,6 +88,17 @@ def precision_header(precision: Precision, head_dim: int, direction: str, accumu
     if direction == "fwd":
         lines += _fix(fix.for_format(table["attn.p"].format))
     return "\n".join(lines) + "\n"
+
+
+@functools.lru_cache(maxsize=1024)
+def network_header(sites: tuple[tuple[str, Rounding], ...]) -> str:
+    """The text of precision.cuh for an operation of the network: its sites alone.
+
+    Raises:
+        ValueError: a mode of the user has no CUDA expression.
+    """
+    table = dict(sites)
+    return "\n".join(["#pragma once", *_modes(table), *(_site(*site) for site in table.items())]) + "\n"
 
 
 def _bool(on: bool) -> str:

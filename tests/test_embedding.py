@@ -27,9 +27,11 @@ def test_a_tokens_gradients_are_summed_samples_and_positions_ascending():
     dwte, dwpe = embedding_backward(dy, idx, 3, 50)
     tokens, positions = np.zeros((3, 5), np.float32), np.zeros((50, 5), np.float32)
     for b in range(4):
+        of_sample = np.zeros((3, 5), np.float32)
         for t in range(50):
-            tokens[idx[b, t]] = tokens[idx[b, t]] + dy[b, t]
+            of_sample[idx[b, t]] = of_sample[idx[b, t]] + dy[b, t]
             positions[t] = positions[t] + dy[b, t]
+        tokens = tokens + of_sample
     assert np.array_equal(dwte, tokens) and np.array_equal(dwpe, positions)
     turned, _ = embedding_backward(dy[::-1], idx[::-1], 3, 50)
     assert not np.array_equal(dwte, turned)

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from cuflash.reduce import column_sum, row_sum, total_sum
+from cuflash.reduce import block_sums, column_sum, row_sum, row_threads, total_sum
 
 
 def wide(n: int, seed: int, dtype: type = np.float32) -> np.ndarray:
@@ -19,39 +19,39 @@ def joined(lanes: list[np.float32]) -> np.float32:
     return lanes[0]
 
 
-def strided(values: list[np.float32], threads: int) -> np.float32:
-    lanes = [np.float32(0)] * threads
+def by_threads(values: list[np.float32], threads: int) -> np.float32:
+    sums = [np.float32(0)] * (4 * threads)
     for i, value in enumerate(values):
-        lanes[i % threads] = lanes[i % threads] + value
-    return joined(lanes)
+        sums[i % len(sums)] = sums[i % len(sums)] + value
+    lanes = [(sums[i] + sums[i + 1]) + (sums[i + 2] + sums[i + 3]) for i in range(0, len(sums), 4)]
+    return joined([joined(lanes[i:i + 32]) for i in range(0, threads, 32)])
 
 
-@pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 64, 100, 768])
-def test_a_row_is_summed_as_a_warp_does(n):
-    x = wide(3 * n, seed=n).reshape(3, n)
-    assert [row_sum(x)[i] for i in range(3)] == [strided(list(row), 32) for row in x]
+@pytest.mark.parametrize("n,threads", [(1, 32), (5, 32), (127, 32), (129, 32), (1024, 32), (1025, 64), (5000, 256),
+                                       (8192, 256), (32769, 1024), (50257, 1024)])
+def test_a_row_is_summed_as_a_block_does(n, threads):
+    x = wide(2 * n, seed=n).reshape(2, n)
+    assert row_threads(n) == threads
+    assert [row_sum(x)[i] for i in range(2)] == [by_threads(list(row), threads) for row in x]
 
 
 @pytest.mark.parametrize("n", [1, 3, 255, 8192, 8193, 20000])
-def test_everything_is_summed_as_blocks_of_256_threads_do(n):
+def test_everything_is_summed_by_blocks(n):
     x = wide(n, seed=n)
-    values = list(x)
-    while True:
-        values = [strided(values[i:i + 8192], 256) for i in range(0, len(values), 8192)]
-        if len(values) == 1:
-            break
-    assert total_sum(x) == values[0]
+    blocks = [by_threads(list(x[i:i + 8192]), 256) for i in range(0, n, 8192)]
+    assert list(block_sums(x)) == blocks
+    assert total_sum(x) == by_threads(blocks, 32)
 
 
-@pytest.mark.parametrize("n", [1, 2, 16, 17, 40, 300])
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 40, 600])
 def test_columns_are_summed_by_chunks_of_16_rows(n):
     x = wide(n * 3, seed=n).reshape(n, 3)
     for column, got in zip(x.T, column_sum(x)):
-        values = list(column)
-        while len(values) > 1:
-            chunks = [values[i:i + 16] for i in range(0, len(values), 16)]
-            values = [sum(chunk[1:], chunk[0]) for chunk in chunks]
-        assert got == values[0]
+        chunks = [sum(column[i + 1:i + 16], column[i]) for i in range(0, n, 16)]
+        sums = [np.float32(0)] * 32
+        for j, chunk in enumerate(chunks):
+            sums[j % 32] = sums[j % 32] + chunk
+        assert got == joined(sums)
 
 
 def test_the_order_matters_on_these_values():
