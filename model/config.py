@@ -149,12 +149,10 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
     for name in given:
         if name not in FIELDS:
             raise unknown("option", name, FIELDS)
-    options |= _preset(given.get("model", "nano")) | given
+    options |= _preset(given.get("model", "nano")) | {name: _typed(name, value) for name, value in given.items()}
     options.setdefault("lr_decay_steps", options["steps"])
     options.setdefault("min_lr", options["lr"] / 10)
     options.setdefault("algorithm", as_precision(options["precision"]).algorithm)
-    for name, kind in FIELDS.items():
-        options[name] = _typed(name, options[name], kind)
     return TrainConfig(**options)
 
 
@@ -171,7 +169,7 @@ def _preset(model: str) -> dict[str, Any]:
     for name in options:
         if name not in MODEL_KEYS:
             raise unknown(f"key in {model}", name, ["preset", *MODEL_KEYS])
-    return PRESETS[base] | options
+    return PRESETS[base] | {name: _typed(name, value) for name, value in options.items()}
 
 
 def read_toml(option: str, path: str) -> dict[str, Any]:
@@ -193,8 +191,9 @@ def from_toml(option: str, path: str) -> dict[str, Any]:
     return options
 
 
-def _typed(name: str, value: Any, kind: Any) -> Any:
+def _typed(name: str, value: Any) -> Any:
     """Values of a TOML file have TOML's types: a whole number passes for a float, a list for a tuple."""
+    kind = FIELDS[name]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind == tuple[str, ...] and isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):

@@ -90,6 +90,9 @@ class Lock:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def release(self) -> None:
         self._file.close()
 
 

@@ -22,7 +22,7 @@ from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.run import CONFIG, Run, next_free
 from cuflash.model.sample import decode, encode, generate
-from cuflash.model.train import NonFinite, Trainer, train
+from cuflash.model.train import NonFinite, Trainer, header, train
 
 __all__ = ["NonFinite", "Session", "dry_run", "options", "resume", "start"]
 
@@ -48,22 +48,30 @@ class Session:
     def __init__(self, folder: Run, config: TrainConfig, data: Data, *, resumed: bool = False, notes: list[str] | None = None) -> None:
         self.folder, self.config, self.data, self.resumed, self._notes = folder, config, data, resumed, notes or []
         self._lock = folder.lock()
-        state, found = None, folder.checkpoints()
-        if resumed and found:
-            state, header = checkpoint.load(found[-1][1])
-        self.trainer = Trainer(config, data, state)
-        if state:
-            for field in dataclasses.fields(header):
-                theirs, mine = getattr(header, field.name), getattr(self.trainer.header, field.name)
-                if theirs != mine:
-                    raise ValueError(f"--resume: {found[-1][1]} is of another run: its {field.name} is {theirs}, "
-                                     f"that of {folder.path / CONFIG} is {mine}")
+        try:
+            self.trainer = Trainer(config, data, self._state())
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _state(self) -> checkpoint.State | None:
+        """Of the last checkpoint, which must be of this run's options."""
+        found = self.folder.checkpoints() if self.resumed else []
+        if not found:
+            return None
+        state, theirs = checkpoint.load(found[-1][1])
+        mine = header(self.config, self.data)
+        for field in dataclasses.fields(theirs):
+            if getattr(theirs, field.name) != getattr(mine, field.name):
+                raise ValueError(f"--resume: {found[-1][1]} is of another run: its {field.name} is "
+                                 f"{getattr(theirs, field.name)}, that of {self.folder.path / CONFIG} is {getattr(mine, field.name)}")
+        return state
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._lock.__exit__(kind, error, trace)
+        self._lock.release()
 
     def train(self, say: Callable[[str], None], advance: Callable[[int], object] | None, stop: Callable[[], bool]) -> None:
         """Prints what is resolved, trains, samples unless stopped."""
@@ -118,10 +126,10 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
                          f"{NUMERICS_VERSION}; its bits cannot be continued")
     if stored["user_files"] != config.user_files():
         raise ValueError(f"--resume: the user's files have changed since (SHA-256): {stored['user_files']} -> {config.user_files()}")
-    session = Session(folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"]))
-    if session.trainer.state.step >= wanted.steps:
-        raise ValueError(f"--resume: the run has its {session.trainer.state.step} steps already; a larger --steps goes on")
-    return session
+    found = folder.checkpoints()
+    if found and found[-1][0] >= wanted.steps:
+        raise ValueError(f"--resume: the run has its {found[-1][0]} steps already; a larger --steps goes on")
+    return Session(folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"]))
 
 
 def heading(c: TrainConfig, data: Data) -> list[str]:

@@ -23,6 +23,12 @@ Z_WINDOW = 128  # logged values that a z-score looks back on
 COUNTERS = ("ties", "changed", "capped")
 
 
+def header(config: TrainConfig, data: Data) -> checkpoint.Header:
+    """What a checkpoint of this run says of itself."""
+    return checkpoint.Header(config.gpt(), config.resolved_precision().to_toml(), config.resolved_fix(), config.seed,
+                             data.sha256, data.kind)
+
+
 class NonFinite(Exception):
     """Loss or gradient norm is not finite. The message has the step and the first site."""
 
@@ -42,16 +48,13 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, data: Data, state: checkpoint.State | None = None) -> None:
         self.config, self.data = config, data
-        precision = config.resolved_precision()
         params = state.params if state else init_params(config.gpt(), config.seed)
-        self.model = GPT(config.gpt(), params, precision, config.fix)
+        self.model = GPT(config.gpt(), params, config.resolved_precision(), config.fix)
         params = self.model.params
         if state is None:
             zeros: list[Params] = [{name: np.zeros_like(p) for name, p in params.items()} for _ in range(2)]
             state = checkpoint.State(0, params, *zeros)
         self.state = state
-        self.header = checkpoint.Header(config.gpt(), precision.to_toml(), config.resolved_fix(), config.seed,
-                                        data.sha256, data.kind)
 
     def step(self) -> StepResult:
         """One step: gradients of grad_accum micro-batches, clipping, AdamW.
@@ -168,7 +171,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
 
     def save() -> None:
         state.losses, state.norms = list(loss_z.values), list(norm_z.values)
-        checkpoint.save(run.checkpoint_path(state.step), state, trainer.header)
+        checkpoint.save(run.checkpoint_path(state.step), state, header(c, trainer.data))
         run.keep_last(c.keep)
 
     try:
