@@ -8,7 +8,7 @@
 // KEYS, is the numeric tile where registers hold it; a longer tile is gone through twice (three times for
 // `plain`, and for fixes with a tolerance), first for its maximum.
 //
-// Macros: HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
+// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
 // SPLIT, the number of blocks that share the columns of O; IN, OUT, dtypes (float, bf16, fp16); DIRECT, whether
 // q, k, v are operands as they lie; COUNT, whether ties are counted.
 #include "arrays.cuh"
@@ -25,7 +25,7 @@ constexpr bool counts_ties = COUNT || fix::active;
 static_assert(one_chunk || bc == 0 || bc > KEYS, "KEYS is at most the tile");
 static_assert(V_COLUMNS % 16 == 0 && KEYS % 16 == 0);
 
-constexpr int k_stride = row_bytes<product_s, COLUMNS>, v_stride = row_bytes<product_pv, V_COLUMNS>;
+constexpr int k_stride = SharedRows<product_s, COLUMNS>::bytes, v_stride = SharedRows<product_pv, V_COLUMNS>::bytes;
 constexpr int q_bytes = BLOCK_ROWS * k_stride, k_bytes = KEYS * k_stride, stage_bytes = k_bytes + KEYS * v_stride;
 
 struct Parameters {
@@ -42,8 +42,8 @@ struct Parameters {
 };
 
 // TODO replace by functions.cuh
-inline float ex2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-inline float lg2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y * functions::LN2; }
+inline float ex2_approx(float x) { float y; asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+inline float lg2_approx(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y * functions::LN2; }
 
 constexpr float INF = __builtin_bit_cast(float, 0x7F800000u);
 
@@ -190,12 +190,12 @@ struct Rows {
         return new_maximum(r, r_m, counts_ties ? quad_sum(count_ties(s, r, r_m)) : 0);
     }
 
-    // Moves a row to its new maximum: l is scaled, alpha is what O is to be scaled by.
+    // Moves a row to its new maximum: l is scaled (under `fa2`, by its next addition), alpha is for O.
     __forceinline__ float move(int r, float m_new) {
-        const At here = at(row(r)), partial = at(row(r), threadIdx.x % 4);
+        const At here = at(row(r));
         const float dm = rnd<attn_dm>(m[r] - (m_new == -INF ? 0.f : m_new), here);
         const float alpha = rnd<attn_alpha>(exponential<true>(order_fa2 ? dm * p.base2_scale : dm), here);
-        l[r] = rnd<attn_l_scaled>(alpha * l[r], order_fa2 ? partial : here);
+        if constexpr (!order_fa2) l[r] = rnd<attn_l_scaled>(alpha * l[r], here);
         m[r] = m_new;
         return alpha;
     }
@@ -223,14 +223,17 @@ struct Rows {
         }
     }
 
-    // P̄ of a row at its site; adds this thread's columns to `sum` in ascending order.
-    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int r, int k0, float& sum) const {
+    // P̄ of a row at its site; adds this thread's columns to `sum` in ascending order. Under `fa2` the first of a
+    // tile scales the sum by alpha, in one rounding; 1 is no scaling.
+    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int r, int k0, float alpha,
+                               float& sum) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             const float2 x = probabilities(s, r, j, k0);
             put(w, r, j, x, k0);
             const int e = r % 2 * 2;
-            sum += l_from_rounded ? w.value(r / 2, j, e) : x.x;
+            const float first = l_from_rounded ? w.value(r / 2, j, e) : x.x;
+            sum = order_fa2 && j == 0 ? __fmaf_rn(sum, alpha, first) : sum + first;
             sum += l_from_rounded ? w.value(r / 2, j, e + 1) : x.y;
         }
     }
@@ -270,7 +273,7 @@ struct Rows {
 
     // Adds a tile's P̄V to O, a few columns at a time.
     __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R], int first) {
-        constexpr int B = C % 4 == 0 ? 4 : 2;
+        constexpr int B = WARPGROUP ? (order_fa2 ? C : 8) : C % 4 == 0 ? 4 : 2;
 #pragma unroll
         for (int j0 = 0; j0 < C; j0 += B) {
             float pv[M][B][4];
@@ -306,7 +309,7 @@ struct Rows {
             const long long offset = (b * p.heads + head) * p.tq + q;
             if (first == 0 && threadIdx.x % 4 == 0) {
                 const float log_l = logarithm(l[r] == 0 ? __int_as_float(0x7FFFFFFF) : l[r]);
-                p.lse[offset] = rnd<attn_lse>(empty ? -INF : (order_fa2 ? m[r] * p.scale : m[r]) + log_l, here);
+                p.lse[offset] = rnd<attn_lse>(empty ? -INF : order_fa2 ? __fmaf_rn(m[r], p.scale, log_l) : m[r] + log_l, here);
                 if (p.m) p.m[offset] = m[r];
                 if (p.l) p.l[offset] = l[r];
             }
@@ -366,6 +369,14 @@ struct Heads {
     }
 };
 
+// Makes what this thread brought to shared memory visible to all.
+inline void publish() {
+#if WARPGROUP
+    fence_shared_for_wgmma();
+#endif
+    __syncthreads();
+}
+
 #include "attention_forward_long.cuh"
 
 // Numeric tiles that are executed at once, the next one on its way meanwhile.
@@ -382,7 +393,7 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
     for (int step = 0; step < count; step++) {
         const int j = order_fa2 ? count - 1 - step : step, k0 = j * KEYS;
         copy_wait<0>();
-        __syncthreads();
+        publish();
         if (STAGES == 2 && step + 1 < count) load(step + 1);
         if (k0 < rows.end) {
             const unsigned k_shared = shared + step % STAGES * stage_bytes;
@@ -394,7 +405,7 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
             for (int r = 0; r < R; r++) {
                 alpha[r] = rows.move(r, rows.new_maximum(s, r));
                 float sum = order_fa2 ? rows.l[r] : 0.f;
-                rows.weigh(w, s, r, k0, sum);
+                rows.weigh(w, s, r, k0, alpha[r], sum);
                 rows.add_row_sum(r, sum);
             }
             rows.add_values(w, k_shared + k_bytes, alpha, heads.first);
@@ -424,7 +435,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(
     load_rows<product_s, attn_q, BLOCK_ROWS, COLUMNS, THREADS, DIRECT>(q_shared, p.q.rows(b, head) + q0 * p.q.row, p.q.row,
                                                                        q1 - q0, HEAD_DIM, at(q0));
     const Heads heads{p.k, p.v, p.k.rows(b, kv_head), p.v.rows(b, kv_head) + first, at, first};
-    Rows rows{p, shape, at, row0, row0 < shape.tq ? key_end(row0) : 0, q_shared + (row0 - q0) * k_stride};
+    const int leader = WARPGROUP ? row0 - threadIdx.x / 32 % 4 * ROWS : row0;  // first row of what multiplies together
+    Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * k_stride};
     rows.clear();
     if constexpr (one_chunk) short_tiles(rows, heads, q_shared + q_bytes, key_end(q1 - 1));
     else long_tiles<order_fa2 || algorithm_plain>(rows, heads, q_shared + q_bytes, q1, key_end(q1 - 1), first);

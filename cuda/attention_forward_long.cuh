@@ -10,7 +10,7 @@ void load_chunk(const Rows& rows, const Heads& heads, unsigned shared, int k0, i
     if constexpr (values) heads.load_values(shared + k_bytes, k0, k1);
     copy_commit();
     copy_wait<0>();
-    __syncthreads();
+    publish();
 }
 
 // m after the tile of keys k0 to k1, of which those from `seen` on are masked in all rows of the block.
@@ -129,7 +129,7 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 if constexpr (algorithm_plain) plain_weigh(rows, w, s, r, chunk);
-                else rows.weigh(w, s, r, chunk, sum[r]);
+                else rows.weigh(w, s, r, chunk, chunk == k0 ? alpha[r] : 1.f, sum[r]);
             }
             if constexpr (in_place) product_columns<product_pv, V_COLUMNS>(rows.o, w, shared + k_bytes, 0);
             else product_columns<product_pv, V_COLUMNS>(pv, w, shared + k_bytes, 0);

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import functions
+from cuflash import functions, mufu
 from cuflash.dot import common_format, dot_fp32
 from cuflash.sites import Rounder
 
@@ -40,33 +40,43 @@ class Arithmetic:
         if self.exp_kind == "library":
             return np.exp(x)
         if self.exp_kind == "mufu":
-            return functions.ex2_mufu(x * self.log2e)
+            return mufu.ex2_mufu(x * self.log2e)
         return functions.exp(x, format=site and self.rnd.format(site))
 
     def exp2(self, x: np.ndarray) -> np.ndarray:
         """2^x."""
         if self.exp_kind == "library":
             return np.exp2(x)
-        return functions.ex2_mufu(x) if self.exp_kind == "mufu" else functions.exp2(x)
+        return mufu.ex2_mufu(x) if self.exp_kind == "mufu" else functions.exp2(x)
 
     def log(self, x: np.ndarray) -> np.ndarray:
         """Natural logarithm."""
         if self.exp_kind == "library":
             return np.log(x)
-        return functions.log_mufu(x) if self.exp_kind == "mufu" else functions.log(x)
+        return mufu.log_mufu(x) if self.exp_kind == "mufu" else functions.log(x)
 
 
-def add_columns(sums: np.ndarray, p: np.ndarray) -> None:
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a·b + c, rounded once where the arrays are fp32."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    return a * b + c if a.dtype == np.float64 else functions.fma(a, b, c)
+
+
+def add_columns(sums: np.ndarray, p: np.ndarray, alpha: np.ndarray | None = None) -> None:
     """Adds p (…, columns) to four sums (…, 4) in place: sum t takes columns with (c mod 8)//2 = t, ascending.
 
-    A thread of the mma fragment holds just the columns of one sum.
+    A thread of the mma fragment holds just the columns of one sum. Under `fa2` the first addition also
+    scales the sum by alpha (…), in one rounding, as torch's compiler contracts it.
     """
     if p.shape[-1] % 8:
         p = np.concatenate([p, np.zeros((*p.shape[:-1], -p.shape[-1] % 8), p.dtype)], axis=-1)
     pairs = p.reshape(*p.shape[:-1], p.shape[-1] // 8, 4, 2)
     for block in range(pairs.shape[-3]):
-        sums += pairs[..., block, :, 0]
-        sums += pairs[..., block, :, 1]
+        for element in range(2):
+            if alpha is not None and (block, element) == (0, 0):
+                sums[...] = fma(sums, alpha[..., None], pairs[..., 0, :, 0])
+            else:
+                sums += pairs[..., block, :, element]
 
 
 def join_columns(sums: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import kernels
-from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, join_columns, row_sum
+from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, fma, join_columns, row_sum
 from cuflash.fixes import Fix
 from cuflash.formats import round_to
 from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, device_accumulator, precision_header, product_operand
@@ -132,8 +132,7 @@ def _flash_rows(q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder, shape
         alpha = rnd("attn.alpha", math.exp2(dm * base2_scale(scale, rnd)) if fa2 else math.exp(dm, "attn.dm"))
         st.m[...] = m
         if fa2:
-            st.l[...] = rnd("attn.l_scaled", alpha[..., None] * st.l)
-            add_columns(st.l, summed)
+            add_columns(st.l, summed, alpha)
         else:
             l_tile = rnd("attn.l_tile", row_sum(summed))
             st.l[...] = rnd("attn.l", rnd("attn.l_scaled", alpha * st.l) + l_tile)
@@ -220,8 +219,8 @@ def _finish(o: np.ndarray, m: np.ndarray, l: np.ndarray, raw: np.ndarray, rnd: R
     empty = (l == 0) & (raw == -np.inf)
     o = np.where(empty[..., None], rnd.dtype(0), o)
     log_l = math.log(np.where(l == 0, rnd.dtype(np.nan), l))
-    m_scaled = m if rnd.precision.order == "eager" else m * scale
-    lse = np.where(empty, rnd.dtype(-np.inf), m_scaled + log_l)
+    lse = m + log_l if rnd.precision.order == "eager" else fma(m, scale, log_l)
+    lse = np.where(empty, rnd.dtype(-np.inf), lse)
     out.o_unrounded[...] = o
     out.o[...] = rnd("attn.o", o)
     out.lse[...] = rnd("attn.lse", lse)
@@ -238,6 +237,7 @@ _DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16", "bf16"), "float16"
 class Geometry(NamedTuple):
     """What a block executes at once: macros of cuda/attention_forward.cu. It changes no bits."""
 
+    warpgroup: bool
     rows: int  # of a warp
     warps: int
     keys: int
@@ -272,20 +272,25 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
 
     # A thread's registers hold S (keys / 2 for each 16 rows of the warp), O (columns / 2) and, where the product
     # of a long tile starts from zero, that product: 192 of 255 can.
-    shapes = []
-    if at_once and all(halves):
+    half, shapes = all(halves), []
+    if half and capability == 90 and columns % 64 == 0 and (br is None or br % 64 == 0):
+        if at_once and bc in (64, 128):
+            shapes += [(True, 16, 4, bc, 2, 3), (True, 16, 12, bc, 2, 1), (True, 16, 8, bc, 2, 1), (True, 16, 8, bc, 1, 1)]
+        elif not at_once:
+            shapes.append((True, 16, 4, 64, 1, 2))
+    if at_once and half:
         if bc + columns <= 192 and (br is None or br % 32 == 0):
-            shapes.append((32, 4, bc, 2))
-        shapes += [(16, 8, bc, 2), (16, 8, bc, 1)]
+            shapes.append((False, 32, 4, bc, 2, 1))
+        shapes += [(False, 16, 8, bc, 2, 1), (False, 16, 8, bc, 1, 1)]
     if at_once:
-        shapes.append((16, 4, bc, 1))
-    shapes += [(16, 4, keys, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
-    for rows, warps, keys, stages in shapes:
-        v_columns = -(-columns // 16 // split) * 16
-        k_row, v_row = columns * k_bytes + 16, v_columns * v_bytes + 16
+        shapes.append((False, 16, 4, bc, 1, 1))
+    shapes += [(False, 16, 4, keys, 1, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
+    for warpgroup, rows, warps, keys, stages, blocks in shapes:
+        padding = 0 if warpgroup else 16
+        k_row, v_row = columns * k_bytes + padding, -(-columns // 16 // split) * 16 * v_bytes + padding
         size = rows * warps * k_row + stages * keys * (k_row + v_row)
-        if size <= limit:
-            return Geometry(rows, warps, keys, stages, 1, split, size)
+        if size * blocks <= limit:
+            return Geometry(warpgroup, rows, warps, keys, stages, blocks, split, size)
     raise ValueError(f"head_dim {head_dim} needs {size} bytes of shared memory here, the device has {limit}")
 
 
@@ -307,7 +312,7 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
     g = geometry(precision, head_dim, halves, capability)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
-               "BLOCKS": g.blocks, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
+               "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
                "DIRECT": direct, "COUNT": count}
     return g, defines, precision_header(precision, head_dim, "fwd", accumulator, fix, layer, head)
 

@@ -37,7 +37,7 @@ SITES: dict[str, Site] = {row[0]: Site(*row) for row in (
     ("attn.dm",         "q",  "fwd",  "fp32", "bf16", "fp32", "m_old − m_new"),
     ("attn.alpha",      "q",  "fwd",  "fp32", "fp32", "fp32", "e^dm"),
     ("attn.l_tile",     "q",  "fwd",  "fp32", "fp32", "-",    "the tile's row sum of P̄"),
-    ("attn.l_scaled",   "q",  "fwd",  "fp32", "fp32", "fp32", "alpha·l"),
+    ("attn.l_scaled",   "q",  "fwd",  "fp32", "fp32", "-",    "alpha·l"),
     ("attn.l",          "q",  "fwd",  "fp32", "bf16", "fp32", "running row sum"),
     ("attn.pv",         "qd", "fwd",  "fp32", "bf16", "-",    "the tile's P̄V, where it exists on its own"),
     ("attn.o_scaled",   "qd", "fwd",  "fp32", "bf16", "fp32", "alpha·Ō"),

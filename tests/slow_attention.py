@@ -93,10 +93,10 @@ class Slow:
                 dm = self.rnd("attn.dm", m - (F(0) if m_new == -np.inf else m_new))
                 alpha = self.rnd("attn.alpha", self.exp(F(dm * self.c) if self.fa2 else dm))
                 if self.fa2:
-                    partial = np.array([self.rnd("attn.l_scaled", alpha * t) for t in partial], F)
-                    for j in keys:
-                        t = (j - keys[0]) % 8 // 2
-                        partial[t] = partial[t] + summed[j]
+                    partial = [fma(t, alpha, F(0) if len(keys) <= 2 * i else summed[keys[2 * i]]) for i, t in enumerate(partial)]
+                    for n, j in enumerate(keys):
+                        if n >= 8 or n % 2:
+                            partial[n % 8 // 2] += summed[j]
                 else:
                     tile_sums = np.zeros(4, F)
                     for j in keys:
@@ -118,7 +118,7 @@ class Slow:
             row = np.zeros(self.d, F) if empty else acc * (F(1) / l) if self.fa2 else acc / l
             self.o_unrounded[i], o[i] = row, self.rnd("attn.o", row)
             log_l = F(-np.inf) if empty else functions.log(np.array([l], F))[0]
-            lse[i] = self.rnd("attn.lse", F(-np.inf) if empty else (F(m * self.scale) if self.fa2 else m) + log_l)
+            lse[i] = self.rnd("attn.lse", F(-np.inf) if empty else fma(m, self.scale, log_l) if self.fa2 else m + log_l)
             self.m[i], self.l[i] = m, l
         self.o, self.lse = o, lse
         return o, lse

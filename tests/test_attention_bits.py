@@ -17,7 +17,7 @@ PRECISIONS = {
     "bf16, m and l, p∘dp": Precision.named("bf16").replace(p_bwd_from="m_l", delta_from="p_dp", l_from="rounded"),
     "bf16-fa2": Precision.named("bf16-fa2"),
     "bf16-fa2, m and l, unrounded": Precision.named("bf16-fa2").replace(
-        {"attn.l_scaled": "bf16", "attn.o_scaled": "bf16", "attn.alpha": "fp16", "attn.dk_acc": "bf16"},
+        {"attn.l": "bf16", "attn.o_scaled": "bf16", "attn.alpha": "fp16", "attn.dk_acc": "bf16"},
         p_bwd_from="m_l", delta_from="o_unrounded", l_from="rounded"),
     "bf16-fa2, p∘dp": Precision.named("bf16-fa2").replace(delta_from="p_dp"),
     "mixed": Precision.named("bf16").replace(MIXED),

@@ -75,7 +75,7 @@ def test_overrides_print_as_they_are_written(text):
 
 def test_merged_sites():
     fa2 = Precision.named("bf16-fa2")
-    assert fa2.merged == FA2_MERGED == {"attn.s_scaled", "attn.l_tile", "attn.pv", "attn.dk_tile", "attn.dv_tile"}
+    assert fa2.merged == FA2_MERGED == {"attn.s_scaled", "attn.l_tile", "attn.l_scaled", "attn.pv", "attn.dk_tile", "attn.dv_tile"}
     with pytest.raises(ValueError, match="attn.pv does not exist on its own under order=fa2"):
         fa2.round("attn.pv=bf16")
     with pytest.raises(ValueError, match="attn.dm does not exist on its own under order=eager, algorithm=plain"):
