@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import functions, mufu
-from cuflash.dot import common_format, dot_fp32
+from cuflash.accumulators import common_format, dot_fp32
 from cuflash.sites import Rounder
 
 LOG2E = 1.4426950408889634

@@ -1,4 +1,4 @@
-"""Accumulators of dot.py that need no tensor core: fma in fp32, and the exact sum.
+"""Accumulators of accumulators.py that need no tensor core: fma in fp32, and the exact sum.
 
 A panel takes x (n, K, rows), y (n, K, cols) and adds their products to out (n, rows, cols) in place,
 cols at most INNER. All are fp32 of any strides; floating-point warnings are off.

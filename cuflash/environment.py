@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass
 
 from cuflash import NUMERICS_VERSION, __version__, kernels
-from cuflash.dot import ACCUMULATORS
+from cuflash.accumulators import ACCUMULATORS
 
 # Compute capabilities of the tensor cores that the accumulators are models of.
 _TENSOR_CORES = {"hopper": (90,), "ampere": (80, 86, 89)}

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from cuflash.dot import ACCUMULATORS, common_format, dot
+from cuflash.accumulators import ACCUMULATORS, common_format, dot
 from cuflash.errors import unknown
 from cuflash.formats import Format, Mode, format_named, round_to
 from cuflash.philox import Key

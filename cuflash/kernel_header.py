@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cuflash.dot import common_format
+from cuflash.accumulators import common_format
 from cuflash.fixes import Fix
 from cuflash.formats import MODES, format_named
 from cuflash.precision import Precision, Rounding, mode_named

@@ -1,8 +1,14 @@
 """Linear layer: y = x·wᵀ + b, weights as (out, in)."""
+import functools
+from typing import Any
+
 import numpy as np
 
-from cuflash.dot import common_format, dot_fp32
-from cuflash.reduce import column_sum
+from cuflash import kernels, launch
+from cuflash.accumulators import common_format, dot_fp32
+from cuflash.kernel_header import device_accumulator
+from cuflash.precision import Rounding
+from cuflash.reduce import column_sum, column_sum_cuda
 from cuflash.sites import Rounder
 
 Saved = tuple[np.ndarray, str]
@@ -21,6 +27,8 @@ def linear_forward(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, rnd: Roun
     Returns:
         y (…, out), and what backward needs: the rounded x and its format.
     """
+    if launch.on_gpu(x):
+        return _forward_cuda(x, w, b, rnd, y_site)
     x = rnd("linear.x", x)
     y = _dot(_rows(x), round_weight(rnd, "linear.w", w).T, rnd, rnd.format("linear.x"), rnd.format("linear.w"))
     if b is not None:
@@ -40,6 +48,8 @@ def linear_backward(dy: np.ndarray, saved: Saved, w: np.ndarray, rnd: Rounder, *
     Returns:
         dx (…, in) at site `linear.dx`; dw (out, in) and db (out,), None without bias, at `linear.dw`.
     """
+    if launch.on_gpu(dy):
+        return _backward_cuda(dy, saved, w, rnd, bias)
     x, x_format = saved
     dy = rnd("linear.dy", dy)
     dy_format = rnd.format("linear.dy")
@@ -74,3 +84,117 @@ def _dot(a: np.ndarray, b: np.ndarray, rnd: Rounder, format_a: str, format_b: st
 
 def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1, x.shape[-1])
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+# `library` is cuBLAS: products of 16-bit operands are summed in fp32 and rounded once to a 16-bit result, after
+# the bias, which it adds as its start value. The bit-defined accumulators run cuda/linear.cu.
+
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t: a split of k is summed in fp32 too
+_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+
+def _forward_cuda(x: Any, w: Any, b: Any, rnd: Rounder, y_site: str) -> tuple[Any, Saved]:
+    x = launch.flat(rnd("linear.x", x))
+    formats = rnd.format("linear.x"), rnd.format("linear.w")
+    shape = (*x.shape[:-1], len(w))
+    y = _product_cuda(_rows(x), round_weight(rnd, "linear.w", w).T, formats, rnd, y_site, shape,
+                      bias=None if b is None else round_weight(rnd, "linear.w", b))
+    return launch.shown(rnd, y_site, y.reshape(shape)), (x, formats[0])
+
+
+def _backward_cuda(dy: Any, saved: Saved, w: Any, rnd: Rounder, bias: bool) -> tuple[Any, Any, Any]:
+    x, x_format = saved
+    dy = rnd("linear.dy", dy)
+    rows, dy_format, first = _rows(dy), rnd.format("linear.dy"), int(rnd.samples[0])
+    dx = _product_cuda(rows, round_weight(rnd, "linear.w", w), (dy_format, rnd.format("linear.w")), rnd, "linear.dx", x.shape)
+    dw = _product_cuda(rows.T, _rows(x), (dy_format, x_format), rnd, "linear.dw", w.shape, sample=first)
+    db = None
+    if bias:
+        db = column_sum_cuda(dy, "linear.dw", launch.rounding(rnd, "linear.dw"), launch.place((1, len(w)), rnd, sample=first))
+    if rnd.watch is not None:
+        dw, db = (g if g is None else round_weight(rnd, "linear.dw", g, first) for g in (dw, db))
+    return launch.shown(rnd, "linear.dx", dx.reshape(x.shape)), dw, db
+
+
+def _product_cuda(a: Any, b: Any, formats: tuple[str, str], rnd: Rounder, site: str, shape: tuple[int, ...], *,
+                  bias: Any = None, sample: int | None = None) -> Any:
+    """(M, K)·(K, N) + bias, rounded at a site: (M, N), its rows padded to 16 bytes.
+
+    shape: of the result in the network, (samples, rows, N).
+    """
+    accumulator = rnd.precision.accumulator
+    rounding, place = launch.rounding(rnd, site), launch.place(shape, rnd, sample=sample)
+    if accumulator in ("auto", "library"):
+        return _library(a, b, common_format(*formats), site, rounding, place, bias)
+    accumulator = device_accumulator(rnd.precision, kernels.capability())
+    common = None if accumulator == "sequential" else common_format(*formats)
+    c = _padded(len(a), b.shape[1], launch.storage(rounding.format))
+    strides = [stride // x.itemsize for x in (a, b) for stride in x.strides]
+    bias = None if bias is None else launch.cast(bias, np.dtype(np.float32))
+    launch.run("linear", "linear", (-(-len(a) // 64), -(-b.shape[1] // 64)), 128,
+               (a, b, bias if bias is not None else np.uint64(0), c, np.int32(len(a)), np.int32(b.shape[1]),
+                np.int32(a.shape[1]), *map(np.int64, strides), np.int64(c.strides[0] // c.itemsize), place),
+               {"PRODUCT_KERNEL": True, "A_T": launch.c_type(a), "B_T": launch.c_type(b), "C_T": launch.c_type(c),
+                "A_ROWS": strides[1] == 1, "B_ROWS": strides[3] == 1, "ROUNDED": site.replace(".", "_")},
+               ((site, rounding),),
+               products=f"PRODUCT(linear, {common.name})\n" if common else "SEQUENTIAL_PRODUCT(linear)\n")
+    return c
+
+
+def _padded(rows: int, columns: int, dtype: np.dtype) -> Any:
+    """An empty matrix whose rows start at multiples of 128 bytes where they would not be aligned to 16."""
+    width = columns if columns % 8 == 0 else -(-columns // 64) * 64
+    return launch.empty((rows, width), dtype)[:, :columns]
+
+
+def _library(a: Any, b: Any, common: Any, site: str, rounding: Rounding, place: np.ndarray, bias: Any) -> Any:
+    """By cuBLAS, in the operands' common format, or fp32 where there is none."""
+    from cupy.cuda import cublas, runtime
+    types = {"bfloat16": runtime.CUDA_R_16BF, "float16": runtime.CUDA_R_16F, "float32": runtime.CUDA_R_32F}
+    operand = launch.storage(common.name if common else "fp32")
+    a, b = (launch.cast(x, operand) if x.dtype != operand else x for x in (a, b))
+    (M, K), N = a.shape, b.shape[1]
+    directly = rounding.format == "fp32" or rounding.mode == "rne" and operand == launch.storage(rounding.format) != np.float32
+    c = _padded(M, N, launch.storage(rounding.format) if directly else np.dtype(np.float32))
+    row = c.strides[0] // c.itemsize
+    if bias is not None:
+        bias = launch.cast(bias, np.dtype(np.float32))
+        launch.run("linear", "spread_bias", M, min(256, -(-N // 128) * 32), (bias, c, np.int64(M), np.int32(N), np.int64(row)),
+                   {"SPREAD_BIAS": True, "C_T": launch.c_type(c), "WHOLE": N % 4 == 0})
+    compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if common and common.name == "tf32" else cublas.CUBLAS_COMPUTE_32F
+    (b_op, ldb), (a_op, lda) = _order(b), _order(a)
+    start = _ZERO if bias is None else _ONE
+    # cuBLAS has columns first, so it is given Cᵀ = Bᵀ·Aᵀ.
+    cublas.gemmEx(_handle(runtime.getDevice()), b_op, a_op, N, M, K, _ONE.ctypes.data, b.data.ptr, types[b.dtype.name], ldb,
+                  a.data.ptr, types[a.dtype.name], lda, start.ctypes.data, c.data.ptr, types[c.dtype.name], row, compute,
+                  cublas.CUBLAS_GEMM_DEFAULT)
+    if directly:
+        return c
+    y = _padded(M, N, launch.storage(rounding.format))
+    c = launch.flat(c)
+    rounded = y if y.flags.c_contiguous else launch.empty((M, N), y.dtype)
+    launch.run("round", "round_site", launch.elementwise(c.size), 256, (c, rounded, np.int64(c.size), place),
+               {"ROUNDED": site.replace(".", "_"), "X_T": "float", "Y_T": launch.c_type(y)}, ((site, rounding),))
+    if rounded is not y:
+        y[...] = rounded
+    return y
+
+
+def _order(x: Any) -> tuple[int, int]:
+    """cuBLAS's (operation, leading dimension) of a matrix with rows or columns contiguous."""
+    down, along = (stride // x.itemsize for stride in x.strides)
+    if along == 1:
+        return 0, max(down, 1)  # CUBLAS_OP_N
+    if down == 1:
+        return 1, max(along, 1)  # CUBLAS_OP_T
+    raise ValueError(f"operand: rows or columns must be contiguous, got strides {x.strides}")
+
+
+@functools.cache
+def _handle(device: int) -> int:
+    from cupy.cuda import cublas
+    handle = cublas.create()
+    cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+    return handle

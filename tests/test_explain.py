@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash.dot import dot
+from cuflash.accumulators import dot
 from cuflash.explain import explain, from_pattern, pattern
 from cuflash.formats import format_named, round_to
 

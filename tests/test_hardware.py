@@ -5,7 +5,7 @@ import h5py
 import numpy as np
 import pytest
 
-from cuflash.dot import dot_fp32
+from cuflash.accumulators import dot_fp32
 
 RECORD = Path(__file__).parent / "record" / "hardware_sm90.h5"
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cuflash.dot import dot_fp32
+from cuflash.accumulators import dot_fp32
 from cuflash.formats import is_representable
 from cuflash.linear import linear_backward, linear_forward
 from cuflash.philox import Key

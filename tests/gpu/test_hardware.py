@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash import kernels
-from cuflash.dot import dot_fp32
+from cuflash.accumulators import dot_fp32
 from cuflash.formats import Format, format_named
 
 SIZE = 1024  # rows and columns

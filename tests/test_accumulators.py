@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash.dot import ACCUMULATORS, common_format, dot, dot_fp32
+from cuflash.accumulators import ACCUMULATORS, common_format, dot, dot_fp32
 from cuflash.formats import format_named
 
 INF, NAN_WORD = math.inf, 0x7FFFFFFF
