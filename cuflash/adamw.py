@@ -1,8 +1,12 @@
 """AdamW (Loshchilov & Hutter 2019, algorithm 2), in the operation order of torch.optim.AdamW."""
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from cuflash import launch
+from cuflash.flat import BLOCK, Flat
 from cuflash.linear import round_weight
 from cuflash.sites import Rounder
 
@@ -45,3 +49,45 @@ def adamw_update(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, rnd
     w -= change
     w[...] = round_weight(rnd, "weight", w)
 
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+_SITES = ("grad", "adam.m", "adam.v", "weight")
+_TENSOR = np.dtype([("begin", "i8"), ("size", "i8"), *((name, "u4") for name in ("rows", "columns", "layer", "module")),
+                    ("decays", "i4")], align=True)
+
+
+class AdamWCuda:
+    """`adamw_update` of all parameters of a `Flat` by one kernel; those that round alike go together.
+
+    Args:
+        w, m, v: weights and moments, laid out alike; updated in place.
+        rounder: a parameter's Rounder by its name, as it is now: called again at each update for its key.
+        decays: whether weight decay acts on a parameter, by its name.
+    """
+
+    def __init__(self, w: Flat, m: Flat, v: Flat, rounder: Callable[[str], Rounder], decays: Callable[[str], bool]) -> None:
+        import cupy
+        self.w, self.m, self.v, self.rounder = w, m, v, rounder
+        tensors = np.zeros(len(w.arrays), _TENSOR)
+        tensor_of = np.empty(w.buffer.size // BLOCK, np.int32)
+        groups: dict[tuple, list[int]] = {}
+        for i, (name, x) in enumerate(w.arrays.items()):
+            begin, rnd = w.begins[name], rounder(name)
+            tensors[i] = (begin, x.size, x.size // x.shape[-1], x.shape[-1], rnd.layer, int(rnd.heads[0]), decays(name))
+            blocks = range(begin // BLOCK, -(-(begin + x.size) // BLOCK))
+            tensor_of[blocks.start:blocks.stop] = i
+            groups.setdefault(tuple((site, launch.checked(rnd, site)) for site in _SITES), []).extend(blocks)
+        self.groups = [(sites, cupy.asarray(np.array(blocks, np.int32))) for sites, blocks in groups.items()]
+        self.tensors, self.tensor_of = cupy.asarray(tensors.view(np.uint8)), cupy.asarray(tensor_of)
+
+    def update(self, g: Flat, clip: Any, failed: Any, *, step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95,
+               eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+        """One update. clip and failed: as `grad_norm_cuda` leaves them; once `failed` is set nothing changes."""
+        scalars = np.array([1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step), eps,
+                            lr / (1 - beta1 ** step)]).astype(np.float32).view("V28")
+        place = launch.place((1, 1), self.rounder(next(iter(self.w.arrays))), sample=0)
+        for sites, blocks in self.groups:
+            launch.run("adamw", "adamw", blocks.size, 256,
+                       (self.w.buffer, g.buffer, self.m.buffer, self.v.buffer, blocks, self.tensor_of, self.tensors, clip,
+                        failed, scalars, place), {}, sites)

@@ -2,11 +2,12 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cuflash import functions
+from cuflash import functions, launch
 from cuflash.sites import Rounder
 
 SQRT_HALF = math.sqrt(0.5)
@@ -21,11 +22,15 @@ def gelu_forward(x: np.ndarray, rnd: Rounder, *, x_format: str = "fp32") -> np.n
         x: any shape, fp32 or (precision fp64) fp64.
         x_format: a 16-bit format that x is known to be in takes the same bits from a table.
     """
+    if launch.on_gpu(x):
+        return _forward_cuda(x, rnd)
     return rnd("gelu.y", _apply(_gelu, x, x_format))
 
 
 def gelu_backward(dy: np.ndarray, x: np.ndarray, rnd: Rounder, *, x_format: str = "fp32") -> np.ndarray:
     """dx = dy·(Φ(x) + x·φ(x)), φ(x) = exp(−½·x·x)/√(2π), at site `gelu.dx`."""
+    if launch.on_gpu(x):
+        return _backward_cuda(dy, x, rnd)
     slope = _apply(_slope, x, x_format)
     return rnd("gelu.dx", np.multiply(dy, slope, out=slope))
 
@@ -67,3 +72,27 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 _erf64 = np.frompyfunc(math.erf, 1, 1)  # NumPy has no erf
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+def _forward_cuda(x: Any, rnd: Rounder) -> Any:
+    x = launch.flat(x)
+    y = launch.result(x.shape, rnd, "gelu.y")
+    launch.run("gelu", "gelu_forward", _blocks(x.size), 256, (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
+               {"X_T": launch.c_type(x), "Y_T": launch.c_type(y)}, (("gelu.y", launch.rounding(rnd, "gelu.y")),))
+    return launch.shown(rnd, "gelu.y", y)
+
+
+def _backward_cuda(dy: Any, x: Any, rnd: Rounder) -> Any:
+    dy, x = launch.flat(dy), launch.flat(x)
+    dx = launch.result(x.shape, rnd, "gelu.dx")
+    launch.run("gelu", "gelu_backward", _blocks(x.size), 256, (dy, x, dx, np.int64(x.size), launch.place(x.shape, rnd)),
+               {"BACKWARD": True, "DY_T": launch.c_type(dy), "X_T": launch.c_type(x), "DX_T": launch.c_type(dx)},
+               (("gelu.dx", launch.rounding(rnd, "gelu.dx")),))
+    return launch.shown(rnd, "gelu.dx", dx)
+
+
+def _blocks(size: int) -> int:
+    """As many as run at once: each fills its table once."""
+    return min(launch.elementwise(size), 8 * launch.multiprocessors())

@@ -1,9 +1,11 @@
 """The global gradient norm and clipping by it (Pascanu et al. 2013)."""
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from cuflash.reduce import block_sums, row_sum
+from cuflash import launch
+from cuflash.reduce import block_sums, block_sums_cuda, row_sum, row_threads
 
 
 def grad_norm(gradients: Iterable[np.ndarray]) -> float:
@@ -17,3 +19,22 @@ def grad_norm(gradients: Iterable[np.ndarray]) -> float:
 def clip_factor(norm: float, grad_clip: float) -> float:
     """What gradients are multiplied by: min(1, grad_clip/(norm + 1e-6)), as torch; 1 where grad_clip is 0."""
     return min(1.0, grad_clip / (norm + 1e-6)) if grad_clip > 0 else 1.0
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+def grad_norm_cuda(gradients: Any, grad_clip: float, losses: Any, failed: Any, step: int) -> tuple[Any, Any]:
+    """`grad_norm` and `clip_factor` on the device, of gradients that lie in one buffer: (norm, factor), no axes.
+
+    Args:
+        gradients: fp32, each array padded with zeros to a multiple of 8192 elements (`flat.Flat.buffer`).
+        losses: fp32, those of the step's micro-batches.
+        failed: int32, one element: set to `step` where the norm or a loss is not finite, unless it is set.
+    """
+    sums = block_sums_cuda(gradients, squares=True)
+    norm, factor = launch.empty(()), launch.empty(())
+    threads = row_threads(sums.size)
+    launch.run("grad_norm", "grad_norm", 1, threads,
+               (sums, np.int64(sums.size), np.float64(grad_clip), norm, factor, losses, np.int32(losses.size), failed,
+                np.int32(step)), {"THREADS": threads})
+    return norm, factor

@@ -128,7 +128,7 @@ def _product_cuda(a: Any, b: Any, formats: tuple[str, str], rnd: Rounder, site: 
     rounding, place = launch.rounding(rnd, site), launch.place(shape, rnd, sample=sample)
     if accumulator in ("auto", "library"):
         return _library(a, b, common_format(*formats), site, rounding, place, bias)
-    accumulator = device_accumulator(rnd.precision, kernels.capability())
+    accumulator = device_accumulator(rnd.precision, kernels.capability(a.device.id))
     common = None if accumulator == "sequential" else common_format(*formats)
     c = _padded(len(a), b.shape[1], launch.storage(rounding.format))
     strides = [stride // x.itemsize for x in (a, b) for stride in x.strides]

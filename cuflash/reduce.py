@@ -5,7 +5,12 @@ never −0 and zero padding changes no bits.
 
 Threads take four neighbours at a time, as they load them.
 """
+from typing import Any
+
 import numpy as np
+
+from cuflash import launch
+from cuflash.precision import Rounding
 
 WARP = 32         # threads that join by themselves
 FOUR = 4          # neighbours that a thread loads at once
@@ -85,3 +90,49 @@ def _padded(x: np.ndarray, multiple: int, axis: int) -> np.ndarray:
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, short)
     return np.pad(x, pad)
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+def block_sums_cuda(x: Any, *, squares: bool = False) -> Any:
+    """`block_sums` of an fp32 CuPy array, or of its squares."""
+    x = launch.flat(x)
+    sums = launch.empty(max(1, -(-x.size // BLOCK)))
+    launch.run("reduce", "block_sums", sums.size, 256, (x, sums, np.int64(x.size)), {"BLOCK_SUMS": True, "SQUARES": squares})
+    return sums
+
+
+def total_sum_cuda(x: Any, divisor: float = 1.0) -> Any:
+    """`total_sum` of an fp32 CuPy array, divided: an array of no axes."""
+    sums, total = block_sums_cuda(x), launch.empty(())
+    threads = row_threads(sums.size)
+    launch.run("reduce", "row_sum", 1, threads, (sums, total, np.int64(sums.size), np.float32(divisor)),
+               {"ROW_SUM": True, "THREADS": threads})
+    return total
+
+
+def column_sum_cuda(x: Any, site: str = "", rounding: Rounding = Rounding(), place: np.ndarray | None = None) -> Any:
+    """`column_sum` of a CuPy array with a contiguous last axis, rounded at a site."""
+    columns = x.shape[-1]
+    x = x.reshape(-1, columns)
+    if x.strides[1] != x.itemsize:
+        x = launch.flat(x)
+    chunks = max(1, -(-len(x) // CHUNK_ROWS))
+    sums = launch.empty((chunks, columns))
+    count, stride = chunks * -(-columns // 4), x.strides[0] // x.itemsize
+    whole = columns % 4 == 0 and stride % 4 == 0 and x.data.ptr % 16 == 0
+    launch.run("reduce", "column_chunks", -(-count // 256), 256,
+               (x, sums, np.int64(len(x)), np.int64(stride), np.int32(columns), np.int64(count)),
+               {"COLUMN_CHUNKS": True, "X_T": launch.c_type(x), "WHOLE": whole})
+    return join_chunks_cuda(sums, site, rounding, place)
+
+
+def join_chunks_cuda(sums: Any, site: str = "", rounding: Rounding = Rounding(), place: np.ndarray | None = None) -> Any:
+    """The second half of `column_sum`: (chunks, columns) fp32 -> (columns)."""
+    chunks, columns = sums.shape
+    y = launch.empty(columns, launch.storage(rounding.format))
+    launch.run("reduce", "column_join", -(-columns // 32), 1024,
+               (sums, y, np.int32(chunks), np.int32(columns), launch.NOWHERE if place is None else place),
+               {"COLUMN_JOIN": True, "Y_T": launch.c_type(y), "ROUNDED": site.replace(".", "_") or "unrounded"},
+               ((site, rounding),) if site else ())
+    return y

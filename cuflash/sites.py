@@ -4,12 +4,14 @@ A Rounder knows a precision and a place in the network, so it knows what the sit
 sees x and round(x), so it can also show both to a watcher (statistics, dumps).
 """
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from cuflash.formats import format_named, round_with
+from cuflash import launch
+from cuflash.formats import format_named, round_with, storage_dtype
 from cuflash.philox import Key, random_words
-from cuflash.precision import Precision, mode_named
+from cuflash.precision import Precision, Rounding, mode_named
 from cuflash.site_table import SITE_ID, SITES
 
 # watch(rounder, site, x, rounded): called after each rounding.
@@ -45,8 +47,17 @@ class Rounder:
         """The format of a site here; "fp64" under that precision."""
         return "fp64" if self.dtype is np.float64 else self._table[site].format
 
+    def rounding(self, site: str) -> Rounding:
+        """What the site does here."""
+        return self._table[site]
+
     def __call__(self, site: str, x: np.ndarray) -> np.ndarray:
-        """x rounded as the site says: same shape, dtype fp32 (fp64 under precision fp64, unrounded)."""
+        """x rounded as the site says: same shape, dtype fp32 (fp64 under precision fp64, unrounded).
+
+        A CuPy array keeps the dtype of the site's format, or fp32 where CuPy has none.
+        """
+        if not isinstance(x, np.ndarray):
+            return _round_cuda(self, site, x)
         rounding = self._table[site]
         if self.dtype is np.float64 or (rounding.format == "fp32" and x.dtype == np.float32):
             y = x.astype(self.dtype, copy=False)
@@ -76,3 +87,19 @@ class Rounder:
         return words.reshape(words.shape[0], *shape[1:]) if len(axes) == 2 else words[..., :1].reshape(shape)
 
 
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+def _round_cuda(rnd: Rounder, site: str, x: Any) -> Any:
+    """A CuPy array (samples, rows, columns) at a site; x itself where its dtype says that it is in the format."""
+    here = rnd.rounding(site)
+    y = x
+    if here.format != "fp32" and x.dtype != storage_dtype(here.format):
+        x = launch.flat(x)
+        y = launch.empty(x.shape, launch.storage(here.format))
+        name = site.replace(".", "_")
+        launch.run("round", "round_site", launch.elementwise(x.size), 256,
+                   (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
+                   {"ROUNDED": name, "X_T": launch.c_type(x), "Y_T": launch.c_type(y)}, ((site, launch.checked(rnd, site)),))
+    if rnd.watch is not None:
+        rnd.watch(rnd, site, x.get().astype(np.float32), y.get().astype(np.float32))
+    return y

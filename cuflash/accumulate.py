@@ -1,0 +1,20 @@
+"""Gradients of a step: sums over micro-batches, in fp32."""
+from typing import Any
+
+import numpy as np
+
+from cuflash import launch
+
+
+def accumulate(total: np.ndarray | None, g: np.ndarray, out: Any = None) -> np.ndarray:
+    """total + g, or g itself where it is the first (total None).
+
+    Args:
+        out: a CuPy array of fp32 for the result, on a GPU; may be total.
+    """
+    if launch.on_gpu(g):
+        g = launch.flat(g)
+        launch.run("accumulate", "accumulate", launch.elementwise(g.size), 256, (out, g, np.int64(g.size)),
+                   {"ADD": total is not None, "G_T": launch.c_type(g)})
+        return out
+    return g if total is None else total + g
