@@ -1,8 +1,9 @@
 // What the kernels of attention's backward share: their arguments, and P and dS of one element.
 #pragma once
 
-#include "arrays.cuh"
+#include "dtypes.cuh"
 #include "functions.cuh"
+#include "tiles.cuh"
 
 // ---- arguments
 
@@ -30,10 +31,13 @@ struct Args {
     int row0, row1;                   // query rows of this launch
     int begins, ends;                 // whether sums start here, whether they are complete after
     int n_heads, group;               // query heads in all, and per key/value head
+    int pairs;                        // whether rows of all results start at even elements
     int k_per_head, v_per_head;       // whether the operands k and v lie per query head
     float scale, c;                   // α and fl(α·log₂e)
     unsigned seed_low, seed_high, step, layer, sample;
 
+    // Where a head's dk_head and dv_head begin.
+    long long sums_of(int pair) const { return (long long)pair * tk * d; }
     Shape shape() const { return {tq, tk, causal != 0}; }
 };
 
@@ -68,24 +72,27 @@ struct Place {
 // 2^x by the function unit.
 inline float ex2_mufu(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// e^x, or 2^x under `fa2`. Small: x <= 40 or NaN is known.
+template <bool Small = false>
 inline float exponential(float x) {
-    if constexpr (exp_mufu) return order_fa2 ? ex2_mufu(x) : ex2_mufu(x * functions::LOG2E);
-    else return order_fa2 ? exp2_defined(x) : exp_defined(x);
+    if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_defined<Small>(x) : exp_defined<Small>(x);
 }
 
-// P before its rounding, from the dot product S.
-inline float probability(float s, float base, float inv_l, const Args& args, const At& at) {
+// The argument of exp, from the dot product S.
+inline float exponent(float s, float base, const Args& args, const At& at) {
     s = rnd<attn_s>(s, at);
-    if constexpr (order_fa2) {
-        s = s * args.c;
-    } else {
-        s = rnd<attn_s_scaled>(s * args.scale, at);
-    }
-    const float p = exponential(rnd<attn_x_bwd>(s - base, at));
+    s = order_fa2 ? s * args.c : rnd<attn_s_scaled>(s * args.scale, at);
+    return rnd<attn_x_bwd>(s - base, at);
+}
+
+// P before its rounding.
+inline float probability(float s, float base, float inv_l, const Args& args, const At& at) {
+    const float p = exponential(exponent(s, base, args, at));
     return p_bwd_from_m_l ? p * inv_l : p;
 }
 
@@ -102,4 +109,15 @@ inline float score_gradient(float p, float dp, float delta, const Args& args, co
 template <class Site>
 inline float finished(float x, bool scaled, const Args& args, const At& at) {
     return rnd<Site>(order_fa2 && scaled ? x * args.scale : x, at);
+}
+
+// Elements `column` (even) and the next, if there is one, of a row of d.
+template <class T>
+inline void store_pair(T* row, int column, float x, float y, const Args& args) {
+    if (args.pairs) {
+        store_two(row + column, x, y);
+    } else {
+        store(row + column, x);
+        if (column + 1 < args.d) store(row + column + 1, y);
+    }
 }

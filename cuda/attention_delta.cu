@@ -28,11 +28,9 @@ inline bool aligned16(const void* p, long long row_bytes) {
 // lse, m, l: (batch · heads, tq) fp32. Rows past tq become empty ones.
 extern "C" __global__ void __launch_bounds__(256) attention_delta(
     Array<const void> dout, Array<const void> o, const float* lse, const float* m, const float* l, const Args args) {
-    const long long line = (blockIdx.x * 256LL + threadIdx.x) / 8;
-    const int lane = threadIdx.x % 8;
-    const Place place(args, int(line / args.padded_rows));
-    if (place.slot >= args.count) return;  // all eight lanes alike
-    const int row = int(line % args.padded_rows);
+    const int blocks = int(args.padded_rows / 32), lane = threadIdx.x % 8;
+    const Place place(args, blockIdx.x / blocks);
+    const int row = blockIdx.x % blocks * 32 + threadIdx.x / 8;
 
     float delta = 0.f;
     if (delta_from != DeltaFrom::p_dp && row < args.tq) {
@@ -52,10 +50,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
                 }
         }
     }
-    const unsigned eight = 0xFFu << (threadIdx.x & 24);
-    delta += __shfl_xor_sync(eight, delta, 4);
-    delta += __shfl_xor_sync(eight, delta, 2);
-    delta += __shfl_xor_sync(eight, delta, 1);
+#pragma unroll
+    for (int distance = 4; distance; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (lane) return;
 
     const long long padded = place.pair * args.padded_rows + row, at_row = (long long)place.pair * args.tq + row;

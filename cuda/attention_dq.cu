@@ -2,7 +2,7 @@
 // from zero, rounded and added in the order of the sum.
 //
 // A block has a tile of query rows, a warp 16 of them; K comes 64 keys at a time. Compiled with HEAD_DIM (a
-// multiple of 16) and DQ, the type of the result.
+// multiple of 16), BLOCKS, at least, of an SM, and DQ, the type of the result.
 
 #include "attention_backward.cuh"
 #include "attention_products.cuh"
@@ -11,7 +11,7 @@ constexpr Operand F = product_dq::operand;
 constexpr int kPanels = HEAD_DIM <= 64 ? 1 : HEAD_DIM <= 128 ? 2 : 4;
 constexpr int kShare = HEAD_DIM > 128 ? 2 : 1;  // warps that have the same rows, each with its part of dQ
 constexpr int kMine = kPanels / kShare;
-constexpr int kThreads = 256, kRows = kThreads / 2 / kShare, kKeys = 64;
+constexpr int kThreads = 128 * kShare, kRows = 64, kKeys = 64;
 constexpr bool wg = has_wgmma && tile_dq_br % 64 == 0;  // wgmma takes 64 rows, which must lie in one numeric tile
 
 using KeyTile = Tile<kKeys>;
@@ -44,7 +44,7 @@ struct Walk {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_dq(const Args args) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dq(const Args args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const auto k_stage = [&](int i) { return KeyTile{shared_address(shared) + i * kKeyBytes}; };
 
@@ -52,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_dq(const Arg
     const Place place(args, blockIdx.x / row_tiles);
     const int block_row = args.row0 + blockIdx.x % row_tiles * kRows;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row0 = block_row + warp % (kRows / 16) * 16, first_panel = warp / (kRows / 16) * kMine;
+    const int row0 = block_row + warp % 4 * 16, first_panel = warp / 4 * kMine;
     const Shape shape = args.shape();
     At at = place.at(args);
 
     // End of the keys that a row's numeric tile visits.
     const auto end_of = [&](int row) { return row < args.row1 ? shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc) : 0; };
-    const int my_end = end_of(wg ? block_row + (row0 - block_row) / 64 * 64 : row0);
+    const int my_end = end_of(wg ? block_row : row0);
     const int bc = tile_length(tile_dq_bc, args.tk);
     Walk now(max(end_of(block_row), end_of(min(block_row + kRows, args.row1) - 1)), bc, args.tk), ahead = now, fetched = now;
 
@@ -132,13 +132,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_dq(const Arg
 
     at.tile = 0;
     DQ* const out = static_cast<DQ*>(args.dq.data) + place.sample * args.dq.batch + place.head * args.dq.head;
-    const int g = lane / 4, t = lane % 4;
+    const int t = lane % 4;
 #pragma unroll
-    for (int panel = 0; panel < kMine; panel++)
+    for (int h = 0; h < 4; h += 2) {
+        const int row = row0 + lane / 4 + h / 2 * 8;
+        if (row < args.row1)
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const int row = row0 + g + i % 4 / 2 * 8, col = (first_panel + panel) * 64 + i / 4 * 8 + 2 * t + i % 2;
-            if (row < args.row1 && col < args.d)
-                store(out + row * args.dq.row + col, finished<attn_dq>(dq[panel][i], true, args, at(row, col)));
-        }
+            for (int panel = 0; panel < kMine; panel++)
+#pragma unroll
+                for (int i = h; i < 32; i += 4) {
+                    const int col = (first_panel + panel) * 64 + i / 4 * 8 + 2 * t;
+                    if (col < args.d)
+                        store_pair(out + row * args.dq.row, col, finished<attn_dq>(dq[panel][i], true, args, at(row, col)),
+                                   finished<attn_dq>(dq[panel][i + 1], true, args, at(row, col + 1)), args);
+                }
+    }
 }

@@ -32,12 +32,16 @@ struct Tile {
     // Begins to copy rows first to first + Rows of an array (T, d); those from `end` on and columns from d on are 0.
     template <int Panels, int Threads>
     void load(const void* from, long long stride, int first, int end, int d) const {
+        constexpr int across = Panels * 8, together = Threads / across;  // chunks of a row; rows at once
+        static_assert(Threads % across == 0 && Rows % together == 0 && together % 4 == 0);
+        const int row = threadIdx.x / across, column8 = threadIdx.x % across;
+        const bool inside = column8 * 8 < d;
         const unsigned short* x = static_cast<const unsigned short*>(from);
+        const unsigned short* source = x + (inside ? (first + row) * stride + column8 * 8 : 0);
 #pragma unroll
-        for (int i = threadIdx.x; i < Rows * Panels * 8; i += Threads) {
-            const int row = i / (Panels * 8), column8 = i % (Panels * 8);
-            const bool inside = first + row < end && column8 * 8 < d;
-            copy16_async(chunk(row, column8), inside ? x + (first + row) * stride + column8 * 8 : x, inside);
+        for (int i = 0; i < Rows; i += together) {
+            const bool there = inside && first + row + i < end;
+            copy16_async(chunk(row + i, column8), there ? source + i * stride : x, there);
         }
     }
 };
@@ -82,18 +86,23 @@ inline void multiply_rows(float (&x)[32], Tile<RowsA> a, int a_row, Tile<64> b) 
 // x (16 × 64 · Panels a warp) += A · B: A from registers (64 columns), B the tile's 64 rows, panels from first_panel.
 template <Operand F, bool Wgmma, int Panels>
 inline void multiply_columns(float (&x)[Panels][32], const unsigned (&a)[4][4], Tile<64> b, int first_panel) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (Wgmma) {
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int panel = 0; panel < Panels; panel++) {
+                const unsigned from = b.address + (first_panel + panel) * b.panel_bytes + 16 * k * panel_row_bytes;
+                wgmma<F, true>(x[panel], a[k], matrix_descriptor(from, 1024, 1024, Swizzle::b128));
+            }
+        return;
+    }
+#endif
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
-        for (int panel = 0; panel < Panels; panel++) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-            if constexpr (Wgmma) {
-                const unsigned from = b.address + (first_panel + panel) * b.panel_bytes + 16 * k * panel_row_bytes;
-                wgmma<F, true>(x[panel], a[k], matrix_descriptor(from, 1024, 1024, Swizzle::b128));
-                continue;
-            }
-#endif
+        for (int panel = 0; panel < Panels; panel++)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 unsigned fb[4];
@@ -101,7 +110,6 @@ inline void multiply_columns(float (&x)[Panels][32], const unsigned (&a)[4][4], 
                 mma<F>(reinterpret_cast<float(&)[4]>(x[panel][8 * j]), a[k], {fb[0], fb[1]});
                 mma<F>(reinterpret_cast<float(&)[4]>(x[panel][8 * j + 4]), a[k], {fb[2], fb[3]});
             }
-        }
 }
 
 // Around groups of products; nothing for mma.sync, which is not asynchronous.

@@ -136,6 +136,8 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
         if getattr(saved, name) is None:
             raise ValueError(f"saved.{name} is missing: p_bwd_from={p.p_bwd_from}, delta_from={p.delta_from} need it; "
                              f"run the forward under this precision, or pass {name}= to Saved")
+    if _on_gpu(saved.q):
+        return _backward_cuda(call, do, saved, watch)
     return _backward_numpy(call, do, saved, watch)
 
 
@@ -354,12 +356,16 @@ def _as_real(x: np.ndarray, real: type) -> np.ndarray:
 
 def _recomputed_o(call: _Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder) -> np.ndarray:
     """O with every forward site but the inputs in fp32: delta_from = o_fp32."""
-    p = call.precision
+    again = Rounder(_all_fp32(call.precision), "fwd", rnd.layer, key=rnd.key, heads=rnd.heads, samples=rnd.samples)
+    return attention_forward.forward(q, k, v, again, call.shape, call.scale, call.fix).o
+
+
+@functools.lru_cache(maxsize=256)
+def _all_fp32(p: Precision) -> Precision:
+    """p with every forward site but the inputs in fp32."""
     kept = ("attn.q", "attn.k", "attn.v")
     wide = [s for s, row in SITES.items() if s.startswith("attn.") and row.direction != "bwd" and s not in (*kept, *p.merged)]
-    fp32 = p.round(*(f"{s}=fp32" for s in wide))
-    again = Rounder(fp32, "fwd", rnd.layer, key=rnd.key, heads=rnd.heads, samples=rnd.samples)
-    return attention_forward.forward(q, k, v, again, call.shape, call.scale, call.fix).o
+    return p.round(*(f"{s}=fp32" for s in wide))
 
 
 def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -> np.ndarray:
@@ -417,8 +423,7 @@ def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None
         m, l = (cupy.empty(rows, np.float32) if p.p_bwd_from == "m_l" else None for _ in range(2))
         o_unrounded = cupy.empty(q.shape, np.float32) if p.delta_from == "o_unrounded" else None
         stats = cupy.zeros(3, np.int64)
-        inputs = (x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else cupy.ascontiguousarray(x)
-                  for x in (call.q, call.k, call.v))
+        inputs = map(_rows_contiguous, (call.q, call.k, call.v))
         if o.size:
             attention_forward.launch(*inputs, _heads_first(o, call.layout), lse, m, l,
                                      None if o_unrounded is None else _heads_first(o_unrounded, call.layout),
@@ -428,6 +433,39 @@ def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None
             o = out
     return o, Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=call.shape.causal, scale=call.scale,
                     layout=call.layout, key=key, m=m, l=l, o_unrounded=o_unrounded, stats=stats)
+
+
+def _rows_contiguous(x: Any) -> Any:
+    return x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else sys.modules["cupy"].ascontiguousarray(x)
+
+
+def _backward_cuda(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> tuple[Any, Any, Any]:
+    cupy = sys.modules["cupy"]
+    p = call.precision
+    if watch is not None:
+        raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
+    with saved.q.device:
+        results = tuple(cupy.empty(like.shape, _result_dtype(call, "bwd", site))
+                        for like, site in ((saved.q, "attn.dq"), (saved.k, "attn.dk"), (saved.v, "attn.dv")))
+        inputs = [_rows_contiguous(x) for x in (_heads_first(do, call.layout), call.q, call.k, call.v)]
+        if p.delta_from == "o_fp32":
+            o = _recomputed_o_cuda(call, *inputs[1:])
+        else:
+            o = _heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
+        rows = (x if x is None else cupy.ascontiguousarray(x, np.float32) for x in (saved.lse, saved.m, saved.l))
+        attention_backward.launch_backward(*inputs, _rows_contiguous(o), *rows,
+                                           *(_heads_first(x, call.layout) for x in results),
+                                           p, call.shape, call.scale, call.key)
+    return results
+
+
+def _recomputed_o_cuda(call: _Call, q: Any, k: Any, v: Any) -> Any:
+    cupy = sys.modules["cupy"]
+    o, lse = cupy.empty(q.shape, np.float32), cupy.empty(q.shape[:3], np.float32)
+    if o.size:
+        attention_forward.launch(q, k, v, o, lse, None, None, None, None, _all_fp32(call.precision), call.fix, call.shape,
+                                 call.scale, call.key)
+    return o
 
 
 def _in_place(out: Any, layout: str) -> bool:

@@ -6,9 +6,11 @@ S and P are recomputed (FlashAttention-2's algorithm 2). dK and dV sum over quer
 tiles, ascending under `eager`, descending under `fa2`. Every rounding is a call of rnd.
 """
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +19,9 @@ from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, delta_sum, join_columns
 from cuflash.attention_forward import base2_scale, exponent, scores
 from cuflash.fixes import Fix
-from cuflash.kernel_header import PRODUCTS, cuda_name, precision_header, product_operand
+from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header, product_operand
 from cuflash.philox import Key
-from cuflash.precision import Precision, mode_named
+from cuflash.precision import Precision, Rounding, mode_named
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -153,39 +155,39 @@ def _add_dq(out: Gradients, ds: np.ndarray, k: np.ndarray, rnd: Rounder, math: A
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-SCRATCH = 256 << 20  # bytes that dS (and P) take at a time, unless a single step needs more
-_BLOCKS = 512  # enough blocks to fill a large GPU
+SCRATCH = 1 << 30  # bytes that dS (and P) take at a time, unless a single step needs more
+_BLOCKS = 1024  # enough blocks to keep a large GPU busy
 
 _TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "fp16"}
-_DTYPES = {"float": "float32", "bf16": "uint16", "fp16": "uint16"}  # of scratch operands
 
-_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
-_ARGS = np.dtype([
-    *((name, _ARRAY) for name in ("q", "k", "v", "dout", "dq", "dk", "dv")),
-    *((name, "u8") for name in ("rows", "inv_l", "p", "ds", "dk_head", "dv_head", "heads")), ("padded_rows", "i8"),
-    *((name, "i4") for name in ("listed", "first", "count", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends",
-                                "n_heads", "group", "k_per_head", "v_per_head")),
-    ("scale", "f4"), ("c", "f4"), *((name, "u4") for name in ("seed_low", "seed_high", "step", "layer", "sample")),
-], align=True)
+# struct Args of cuda/attention_backward.cuh
+_ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
+_POINTERS = ("rows", "inv_l", "p", "ds", "dk_head", "dv_head", "heads")
+_INTS = ("listed", "first", "count", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends", "n_heads", "group", "pairs",
+         "k_per_head", "v_per_head")
+_SCALARS = (*_INTS, "scale", "c", "seed_low", "seed_high", "step", "layer", "sample")
+_ARRAY = Struct("@Pqqq")
+_ARGS = Struct("@" + len(_ARRAYS) * "Pqqq" + len(_POINTERS) * "P" + "q" + len(_INTS) * "i" + "2f5I4x")
 
 
-def backward_cuda(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
-                  precision: Precision, shape: Shape, scale: float, key: Key, accumulator: str) -> None:
-    """Gradients into dq, dk, dv. All arrays are CuPy's, (batch, heads, T, D), the last axis contiguous.
-
-    Queues kernels on the current stream and waits for nothing.
+def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
+                    precision: Precision, shape: Shape, scale: float, key: Key) -> None:
+    """Queues the kernels on CuPy's current stream.
 
     Args:
-        do, q, k, v, o: fp32, bf16 or fp16; `o` is the O that `delta_from` asks for, unused under p_dp.
+        do, q, o, dq: (batch, heads, Tq, D) CuPy arrays with a contiguous last axis; k, v, dk, dv: (batch, kv_heads, Tk, D).
+            Inputs are fp32, bf16 or fp16, and so are results, which hold the formats of attn.dq, attn.dk, attn.dv.
+            `o` is the O that `delta_from` asks for.
         lse, m, l: (batch, heads, Tq) fp32, contiguous; m and l are used under p_bwd_from = m_l.
-        dq, dk, dv: fp32, bf16 or fp16, holding the formats of attn.dq, attn.dk, attn.dv.
-        accumulator: `sequential`, or the device's tensor core.
+
+    Raises:
+        ValueError: this device cannot run the accumulator, or a user's mode has no CUDA expression.
     """
     if min(*q.shape[:3], shape.tk) == 0:
         for out in (dq, dk, dv):
             out.fill(0)
         return
-    launch = _Launch(do, q, k, v, o, lse, m, l, dq, dk, dv, precision, shape, scale, key, accumulator)
+    launch = _Launch(do, q, k, v, o, lse, m, l, dq, dk, dv, precision, shape, scale, key)
     for heads in _alike(precision, key.layer, tuple(range(q.shape[1]))):
         launch.gradients(heads)
     if launch.group > 1:
@@ -202,193 +204,216 @@ def _alike(precision: Precision, layer: int, heads: tuple[int, ...]) -> list[tup
     return [tuple(some) for some in found.values()]
 
 
-class _Plan(NamedTuple):
-    """How heads that round alike are computed."""
+class Geometry(NamedTuple):
+    """What attention_dkdv.cu does at once, in macros, and its shared memory in bytes. It changes no bits."""
+
+    stages: int
+    blocks: int
+    shared: int
+
+
+class Plan(NamedTuple):
+    """How the backward of heads that round alike is computed."""
 
     headers: Mapping[str, str]
-    operand: str  # the type of q, k, v, dO in memory
-    fast: bool  # attention_dkdv.cu and attention_dq.cu, else attention_backward_any.cu
     rounding: Mapping[str, Any]
+    operand: str  # the type of q, k, v, dO in memory
+    dkdv: Geometry | None  # attention_dkdv.cu and attention_dq.cu; None: attention_backward_any.cu
+
+
+def geometry(precision: Precision, head_dim: int, table: Mapping[str, Rounding], capability: int) -> Geometry | None:
+    """How attention_dkdv.cu runs on a device; None where its shared memory does not suffice."""
+    panels = 1 if head_dim <= 64 else 2 if head_dim <= 128 else 4
+    limit = SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
+    sums = 0
+    if precision.order == "eager":  # sums of dK and dV for 64 keys
+        sums = sum(64 * 64 * panels * (2 if table[site].format in ("bf16", "fp16") else 4) for site in ("attn.dk_acc", "attn.dv_acc"))
+    # Blocks that an SM's registers hold: with wgmma 3 of 168 registers a thread at small head dims.
+    bc = precision.tiles(head_dim).dkdv[1]
+    warpgroup = capability == 90 and (bc is None or bc % 64 == 0)
+    most = {1: 3 if warpgroup else 2, 2: 2, 4: 1}[panels]
+    for blocks in range(most, 0, -1):
+        for stages in (2, 1):
+            shared = 64 * 128 * panels * (2 + 2 * stages) + stages * 64 * 12 + sums
+            if blocks * (shared + 1024) <= limit + 1024:
+                return Geometry(stages, blocks, shared)
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(precision: Precision, head_dim: int, accumulator: str, layer: int, head: int, shared: int) -> _Plan:
+def plan(precision: Precision, head_dim: int, layer: int, head: int, capability: int) -> Plan:
+    """How backward runs on a device of this compute capability (90 for 9.0)."""
+    accumulator = device_accumulator(precision, capability)
     table = precision.sites_for("bwd", layer, "", head)
     headers = {"precision.cuh": precision_header(precision, head_dim, "bwd", accumulator, Fix(), layer, head)}
     operands = {product_operand(table, sites, accumulator) for sites in PRODUCTS["bwd"].values()}
-    fast = operands in ({"bf16"}, {"fp16"}) and _shared_bytes(head_dim)[0] <= shared
-    return _Plan(headers, operands.pop() if fast else "float", fast, table)
-
-
-def _shared_bytes(head_dim: int) -> tuple[int, int]:
-    """Dynamic shared memory of attention_dkdv and attention_dq: tiles of 64 rows twice or thrice, K and V."""
-    panels = 1 if head_dim <= 64 else 2 if head_dim <= 128 else 4
-    keys = 128 if panels < 4 else 64
-    return 128 * panels * (2 * keys + 4 * 64) + 2 * 64 * 12, 128 * panels * 3 * 64
+    if operands in ({"bf16"}, {"fp16"}):
+        fast = geometry(precision, head_dim, table, capability)
+        if fast:
+            return Plan(headers, table, operands.pop(), fast)
+    return Plan(headers, table, "float", None)
 
 
 class _Launch:
     """One backward on the GPU: its arrays and the arguments that all kernels share."""
 
     def __init__(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
-                 precision: Precision, shape: Shape, scale: float, key: Key, accumulator: str) -> None:
+                 precision: Precision, shape: Shape, scale: float, key: Key) -> None:
         self.cupy = kernels.import_cupy()
+        self.capability = kernels.capability(q.device.id)
         self.inputs = {"attn.q": q, "attn.k": k, "attn.v": v, "attn.do": do}
         self.o, self.lse, self.m, self.l, self.results = o, lse, m, l, {"dq": dq, "dk": dk, "dv": dv}
-        self.precision, self.shape, self.key, self.accumulator = precision, shape, key, accumulator
+        self.precision, self.shape, self.key = precision, shape, key
         self.batch, self.heads, tq, self.d = q.shape
         self.group = self.heads // k.shape[1]
         self.padded_rows = -(-tq // 64) * 64 + 64
-        self.shared_limit = _shared_limit(self.cupy.cuda.runtime.getDevice())
         pairs = self.batch * self.heads
-        m_l = precision.p_bwd_from == "m_l"
         self.rows = self.cupy.empty((pairs, self.padded_rows, 2), np.float32)
+        m_l = precision.p_bwd_from == "m_l"
         self.inv_l = self.cupy.empty((pairs, self.padded_rows), np.float32) if m_l else None
         self.sums: tuple[Any, Any] | None = None
-        args = self.args = np.zeros(1, _ARGS)
-        scale32 = np.float32(scale)
-        for name, value in (
-                ("rows", self.rows.data.ptr), ("inv_l", self.inv_l.data.ptr if m_l else 0),
-                ("padded_rows", self.padded_rows), ("tq", tq), ("tk", shape.tk), ("d", self.d), ("causal", shape.causal),
-                ("n_heads", self.heads), ("group", self.group), ("scale", scale32),
-                ("c", np.float32(float(scale32) * LOG2E)), ("seed_low", key.seed & 0xFFFFFFFF),
-                ("seed_high", key.seed >> 32), ("step", key.step), ("layer", key.layer), ("sample", key.sample)):
-            args[name] = value
-        for name, x in self.results.items():
-            args[name] = _array(x)
+        scale = float(np.float32(scale))
+        # Arrays and pointers are set below where they exist.
+        self.arrays = {name: (0, 0, 0, 0) for name in _ARRAYS} | {name: _place(x) for name, x in self.results.items()}
+        self.pointers = dict.fromkeys(_POINTERS, 0) | {"rows": self.rows.data.ptr, "inv_l": self.inv_l.data.ptr if m_l else 0}
+        self.scalars = dict.fromkeys(_SCALARS, 0) | {
+            "tq": tq, "tk": shape.tk, "d": self.d, "causal": shape.causal, "n_heads": self.heads, "group": self.group,
+            "pairs": self.d % 2 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % (2 * x.itemsize) == 0
+                                             for x in self.results.values()),
+            "scale": scale, "c": float(np.float32(scale * LOG2E)), "seed_low": key.seed & 0xFFFFFFFF, "seed_high": key.seed >> 32,
+            "step": key.step, "layer": key.layer, "sample": key.sample}
+
+    def args(self) -> np.ndarray:
+        packed = _ARGS.pack(*itertools.chain(*self.arrays.values()), *self.pointers.values(), self.padded_rows, *self.scalars.values())
+        return np.frombuffer(packed, f"V{len(packed)}")
 
     def gradients(self, heads: tuple[int, ...]) -> None:
-        """dQ, dK and dV of these query heads; with groups, their shares of dK and dV."""
-        plan = _plan(self.precision, self.d, self.accumulator, self.key.layer, heads[0], self.shared_limit)
+        """dQ, dK and dV of these query heads; where heads share keys, their shares of dK and dV."""
+        how = plan(self.precision, self.d, self.key.layer, heads[0], self.capability)
         listed = self._list(heads, self.heads)
-        operands = [self._operand(site, plan) for site in self.inputs]
-        types = {"DQ": self._type("dq"), "DK": self._type("dk"), "DV": self._type("dv")}
+        operands = [self._operand(site, how) for site in self.inputs]
         pairs = self.batch * len(heads)
-        self.args["first"], self.args["count"] = 0, pairs
-        self._deltas(plan, pairs)
+        self.scalars |= {"first": 0, "count": pairs}
+        self._deltas(how, pairs)
 
-        count, steps = self._steps(plan, pairs)
-        size = count * (steps[0][1] - steps[0][0])
+        count, steps = self._steps(how, pairs)
+        size = count * max(r1 - r0 + (-r1 % 16) for r0, r1 in steps)
         tk, tk16 = self.shape.tk, -(-self.shape.tk // 16) * 16
-        if plan.fast:
-            ds, p = self.cupy.empty(size * tk16, np.uint16), None
-        else:
-            ds, p = (self.cupy.empty(size * tk, np.float32) for _ in range(2))
-            self.args["p"] = p.data.ptr
-        self.args["ds"] = ds.data.ptr
-        if self.sums is None and (self.group > 1 or len(steps) > 1 or self.precision.order == "eager"):
+        scratch = [self.cupy.empty(size * tk16, np.uint16)] if how.dkdv else [self.cupy.empty(size * tk, np.float32) for _ in range(2)]
+        self.pointers |= dict(zip(("ds", "p"), (x.data.ptr for x in scratch)))
+        if self.sums is None and (self.group > 1 or len(steps) > 1):
             self.sums = tuple(self.cupy.empty((self.batch * self.heads, tk, self.d), np.float32) for _ in range(2))
-            self.args["dk_head"], self.args["dv_head"] = (x.data.ptr for x in self.sums)
+            self.pointers |= dict(zip(("dk_head", "dv_head"), (x.data.ptr for x in self.sums)))
 
+        run = self._fast if how.dkdv else self._any
         for first in range(0, pairs, count):
-            self.args["first"], self.args["count"] = first, (now := min(count, pairs - first))
+            now = min(count, pairs - first)
             for r0, r1 in steps:
-                self.args["row0"], self.args["row1"] = r0, r1
-                self.args["begins"], self.args["ends"] = (r0, r1) == steps[0], (r0, r1) == steps[-1]
-                if plan.fast:
-                    self._fast(plan, types, now, r1 - r0)
-                else:
-                    self._any(plan, types, now, r1 - r0)
-        del operands, listed, ds, p  # kept until all that reads them is queued
+                self.scalars |= {"first": first, "count": now, "row0": r0, "row1": r1,
+                                 "begins": (r0, r1) == steps[0], "ends": (r0, r1) == steps[-1]}
+                run(how, now, r1 - r0)
+        del operands, listed, scratch  # kept until all that reads them was queued
 
     def sum_heads(self, heads: tuple[int, ...]) -> None:
         """dK and dV from the shares of groups that start with these query heads."""
-        plan = _plan(self.precision, self.d, self.accumulator, self.key.layer, heads[0], self.shared_limit)
+        how = plan(self.precision, self.d, self.key.layer, heads[0], self.capability)
         listed = self._list(heads, self.heads // self.group)
-        count = self.batch * len(heads) * self.shape.tk * self.d
+        count, args = self.batch * len(heads) * self.shape.tk * self.d, self.args()
         for name, shares in zip(("dk", "dv"), self.sums):
             defines = {"OUT": self._type(name), "ROUNDED": f"attn_{name}"}
-            kernels.kernel("attention_heads", "attention_heads", defines, plan.headers)(
-                (min(-(-count // 256), 1 << 16),), (256,), (shares, _array(self.results[name]), np.int64(count), self.args))
+            kernels.kernel("attention_heads", "attention_heads", defines, how.headers)(
+                (min(-(-count // 256), 1 << 16),), (256,), (shares, _array(self.results[name]), np.int64(count), args))
         del listed
 
     def _list(self, heads: tuple[int, ...], all_heads: int) -> Any:
         """Tells the kernels which heads are meant; the array is to be kept until they are queued."""
         listed = None if len(heads) == all_heads else self.cupy.array(heads, np.int32)
-        self.args["heads"], self.args["listed"] = 0 if listed is None else listed.data.ptr, len(heads)
+        self.pointers["heads"], self.scalars["listed"] = 0 if listed is None else listed.data.ptr, len(heads)
         return listed
 
     def _type(self, result: str) -> str:
         return _TYPES[self.results[result].dtype.name]
 
-    def _operand(self, site: str, plan: _Plan) -> Any:
+    def _operand(self, site: str, how: Plan) -> Any:
         """Sets an operand: the input as it lies where that serves, else rounded into an array, which is returned."""
-        x, rounding = self.inputs[site], plan.rounding[site]
+        x, rounding = self.inputs[site], how.rounding[site]
         name, kv = {"attn.do": "dout"}.get(site, site[-1]), site in ("attn.k", "attn.v")
-        format = {"float": "fp32"}.get(plan.operand, plan.operand)
-        per_head = kv and mode_named(rounding.mode).needs_key and rounding.format != "fp32" and self.group > 1
+        # Random words belong to a query head.
+        per_head = kv and self.group > 1 and rounding.format != "fp32" and mode_named(rounding.mode).needs_key
         if kv:
-            self.args[f"{name}_per_head"] = per_head
-        if _TYPES[x.dtype.name] == plan.operand and rounding.format == format and (not plan.fast or _aligned(x)):
-            self.args[name] = _array(x)
+            self.scalars[f"{name}_per_head"] = per_head
+        format = "fp32" if how.operand == "float" else how.operand
+        if _TYPES[x.dtype.name] == how.operand and rounding.format == format and (not how.dkdv or _aligned(x)):
+            self.arrays[name] = _place(x)
             return None
-        width = -(-self.d // 8) * 8 if plan.fast else self.d
+        width = -(-self.d // 8) * 8 if how.dkdv else self.d
         heads = self.heads if per_head else x.shape[1]
-        y = self.cupy.empty((self.batch, heads, x.shape[2], width), _DTYPES[plan.operand])
-        self.args[name] = _array(y)
-        defines = {"IN": _TYPES[x.dtype.name], "OUT": plan.operand, "ROUNDED": cuda_name(site)}
-        kernels.kernel("attention_operand", "attention_operand", defines, plan.headers)(
+        y = self.cupy.empty((self.batch, heads, x.shape[2], width), np.uint16 if how.dkdv else np.float32)
+        self.arrays[name] = _place(y)
+        defines = {"IN": _TYPES[x.dtype.name], "OUT": how.operand, "ROUNDED": cuda_name(site)}
+        kernels.kernel("attention_operand", "attention_operand", defines, how.headers)(
             (min(-(-y.size // 256), 1 << 16),), (256,),
-            (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head), np.int64(y.size), self.args))
+            (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head), np.int64(y.size), self.args()))
         return y
 
-    def _deltas(self, plan: _Plan, pairs: int) -> None:
+    def _deltas(self, how: Plan, pairs: int) -> None:
         """δ and what else a row brings."""
         do = self.inputs["attn.do"]
         o = do if self.precision.delta_from == "p_dp" else self.o
         defines = {"DO": _TYPES[do.dtype.name], "O": _TYPES[o.dtype.name]}
         lse, m, l = (self.lse if x is None else x for x in (self.lse, self.m, self.l))
-        kernels.kernel("attention_delta", "attention_delta", defines, plan.headers)(
-            (-(-pairs * self.padded_rows * 8 // 256),), (256,), (_array(do), _array(o), lse, m, l, self.args))
+        kernels.kernel("attention_delta", "attention_delta", defines, how.headers)(
+            (pairs * (self.padded_rows // 32),), (256,), (_array(do), _array(o), lse, m, l, self.args()))
         if self.precision.delta_from == "p_dp":
-            self._any_kernel("delta", plan, {})((pairs * -(-self.shape.tq // 64),), (128,), (self.args,))
+            self._any_kernel("delta", how)((pairs * -(-self.shape.tq // 64),), (128,), (self.args(),))
 
-    def _steps(self, plan: _Plan, pairs: int) -> tuple[int, list[tuple[int, int]]]:
+    def _steps(self, how: Plan, pairs: int) -> tuple[int, list[tuple[int, int]]]:
         """(sample, head) pairs at a time, and query rows at a time in the order of the sum."""
         tq, tk = self.shape.tq, self.shape.tk
         tiles = self.precision.tiles(self.d)
-        row = tk * (2 if plan.fast else 8)  # bytes
-        enough = min(pairs, -(-_BLOCKS // -(-tk // 128)))
+        row = tk * (2 if how.dkdv else 8)  # bytes
+        enough = min(pairs, -(-_BLOCKS // -(-tk // 64)))
         if enough * tq * row <= SCRATCH:
-            return min(pairs, SCRATCH // (tq * row)), [(0, tq)]
+            return -(-pairs // -(-pairs * tq * row // SCRATCH)), [(0, tq)]
         whole = lcm(tiles.dkdv[0] or tq, tiles.dq[0] or tq)
         rows = max(SCRATCH // (enough * row) // whole, 1) * whole
         steps = [(r0, min(r0 + rows, tq)) for r0 in range(0, tq, rows)]
         return enough, steps[::-1] if self.precision.order == "fa2" else steps
 
-    def _fast(self, plan: _Plan, types: dict[str, str], count: int, rows: int) -> None:
-        depth = -(-self.d // 16) * 16
-        keys, queries = (128, 128) if self.d <= 128 else (64, 64)
-        shared_dkdv, shared_dq = _shared_bytes(self.d)
-        dkdv = kernels.kernel("attention_dkdv", "attention_dkdv", {"HEAD_DIM": depth, "DK": types["DK"], "DV": types["DV"]},
-                              plan.headers, shared=shared_dkdv)
-        dq = kernels.kernel("attention_dq", "attention_dq", {"HEAD_DIM": depth, "DQ": types["DQ"]}, plan.headers, shared=shared_dq)
-        dkdv((count * -(-self.shape.tk // keys),), (256,), (self.args,), shared_mem=shared_dkdv)
-        dq((count * -(-rows // queries),), (256,), (self.args,), shared_mem=shared_dq)
+    def _fast(self, how: Plan, count: int, rows: int) -> None:
+        depth, args = -(-self.d // 16) * 16, self.args()
+        panels = 1 if self.d <= 64 else 2 if self.d <= 128 else 4
+        threads = 128 if panels < 4 else 256
+        stages, blocks, shared = how.dkdv
+        defines = {"HEAD_DIM": depth, "STAGES": stages, "BLOCKS": blocks, "DK": self._type("dk"), "DV": self._type("dv")}
+        kernels.kernel("attention_dkdv", "attention_dkdv", defines, how.headers, shared=shared)(
+            (count * -(-self.shape.tk // 64),), (threads,), (args,), shared_mem=shared)
+        shared = 3 * 64 * 128 * panels
+        defines = {"HEAD_DIM": depth, "BLOCKS": {1: 3, 2: 2, 4: 1}[panels], "DQ": self._type("dq")}
+        kernels.kernel("attention_dq", "attention_dq", defines, how.headers, shared=shared)(
+            (count * -(-rows // 64),), (threads,), (args,), shared_mem=shared)
 
-    def _any(self, plan: _Plan, types: dict[str, str], count: int, rows: int) -> None:
+    def _any(self, how: Plan, count: int, rows: int) -> None:
         down, across, panels = (-(-n // 64) for n in (rows, self.shape.tk, self.d))
+        args = self.args()
         for name, blocks in (("scores", down * across), ("dkdv", across * panels), ("dq", down * panels)):
-            self._any_kernel(name, plan, types)((count * blocks,), (128,), (self.args,))
+            self._any_kernel(name, how)((count * blocks,), (128,), (args,))
 
-    def _any_kernel(self, name: str, plan: _Plan, types: dict[str, str]) -> Any:
-        defines = {"OPERAND": plan.operand, "DQ": "float", "DK": "float", "DV": "float", **types}
-        return kernels.kernel("attention_backward_any", f"attention_any_{name}", defines, plan.headers)
+    def _any_kernel(self, name: str, how: Plan) -> Any:
+        defines = {"OPERAND": how.operand, "DQ": self._type("dq"), "DK": self._type("dk"), "DV": self._type("dv")}
+        return kernels.kernel("attention_backward_any", f"attention_any_{name}", defines, how.headers)
+
+
+def _place(x: Any) -> tuple[int, int, int, int]:
+    """(batch, heads, T, D) as a kernel's Array: address, strides in elements."""
+    size = x.itemsize
+    return (x.data.ptr, *(stride // size for stride in x.strides[:3]))
 
 
 def _array(x: Any) -> np.ndarray:
-    """(batch, heads, T, D) as a kernel's Array; strides in elements."""
-    size = x.itemsize
-    return np.array((x.data.ptr, *(s // size for s in x.strides[:3])), _ARRAY)
+    return np.frombuffer(_ARRAY.pack(*_place(x)), "V32")
 
 
 def _aligned(x: Any) -> bool:
     """Whether rows can be copied 16 bytes at a time."""
-    return x.shape[-1] % 8 == 0 and all(n % 16 == 0 for n in (x.data.ptr, *x.strides[:3]))
-
-
-@functools.cache
-def _shared_limit(device: int) -> int:
-    """The most shared memory of a block, in bytes."""
-    runtime = kernels.import_cupy().cuda.runtime
-    return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+    return x.shape[-1] % 8 == 0 and (x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0
