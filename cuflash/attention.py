@@ -372,8 +372,9 @@ def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -
     """dK or dV (B, Hk, Tk, D) from each query head's share, heads ascending; a head scope counts by the first of a group."""
     b, hq, tk, d = heads.shape
     total = heads[:, ::call.group].copy()
-    for i in range(1, call.group):
-        total += heads[:, i::call.group]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for i in range(1, call.group):
+            total += heads[:, i::call.group]
     for j in range(total.shape[1]):
         rnd = Rounder(call.precision, "bwd", call.key.layer, key=call.key, watch=watch, heads=[j * call.group] * b,
                       samples=call.key.sample + np.arange(b))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cuflash import Key, Precision
 from cuflash.attention import Saved, flash_attention, flash_attention_backward, flash_attention_forward, plain_attention
+from cuflash.testing import equal
 from tests import golden
-from tests.test_attention_bits import equal
 
 BF16 = ml_dtypes.bfloat16
 U32, U16 = 2.0**-24, 2.0**-9  # unit roundoff of fp32 and bf16

@@ -5,6 +5,7 @@ import pytest
 from cuflash.attention import flash_attention_backward, flash_attention_forward
 from cuflash.fixes import as_fix
 from cuflash.precision import Precision
+from cuflash.testing import equal
 from tests.slow_attention import Slow
 
 SHAPES = [(9, 9, 3, True), (20, 35, 2, True), (35, 20, 5, True), (18, 33, 4, False)]
@@ -22,13 +23,6 @@ PRECISIONS = {
     "bf16-fa2, p∘dp": Precision.named("bf16-fa2").replace(delta_from="p_dp"),
     "mixed": Precision.named("bf16").replace(MIXED),
 }
-
-
-def equal(a, b):
-    """Bit for bit, all NaNs alike; storage may differ."""
-    a, b = np.asarray(a).astype(np.float32), np.asarray(b, np.float32)
-    return np.array_equal(np.where(np.isnan(a), 0, a).view(np.int32), np.where(np.isnan(b), 0, b).view(np.int32)) \
-        and np.array_equal(np.isnan(a), np.isnan(b))
 
 
 # Fixes act on S alone: one shape with several tiles is enough for them.

@@ -143,7 +143,7 @@ def test_users_modes_and_fixes(tmp_path):
     from cuflash import Key
     from cuflash.attention import flash_attention, flash_attention_forward
     from cuflash.fixes import as_fix
-    from tests.test_attention_bits import equal
+    from cuflash.testing import equal
     file = tmp_path / "my.py"
     file.write_text(USER)
     x = np.random.default_rng(0).standard_normal((1, 2, 20, 16)).astype(np.float32)
