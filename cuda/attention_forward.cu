@@ -15,7 +15,7 @@
 #include "functions.cuh"
 
 constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, zeros beyond the head dim
-constexpr int V_COLUMNS = COLUMNS / SPLIT;
+constexpr int V_COLUMNS = (COLUMNS / 16 + SPLIT - 1) / SPLIT * 16;  // of a block
 constexpr int THREADS = 32 * WARPS, BLOCK_ROWS = ROWS * WARPS;
 constexpr int M = ROWS / 16, R = 2 * M;             // fragments of 16 rows; rows of a thread
 constexpr int N = KEYS / 8, C = V_COLUMNS / 8;      // fragments of 8 columns: of S, of O
@@ -23,10 +23,11 @@ constexpr int bc = tile_forward_bc;
 constexpr bool one_chunk = bc == KEYS;              // the numeric tile is executed at once
 constexpr bool counts_ties = COUNT || fix::active;
 static_assert(one_chunk || bc == 0 || bc > KEYS, "KEYS is at most the tile");
-static_assert(V_COLUMNS % 16 == 0 && KEYS % 16 == 0);
+static_assert(KEYS % 16 == 0);
 
-constexpr int k_stride = SharedRows<product_s, COLUMNS>::bytes, v_stride = SharedRows<product_pv, V_COLUMNS>::bytes;
-constexpr int q_bytes = BLOCK_ROWS * k_stride, k_bytes = KEYS * k_stride, stage_bytes = k_bytes + KEYS * v_stride;
+using QTile = SharedTile<product_s, BLOCK_ROWS, COLUMNS>;
+using KTile = SharedTile<product_s, KEYS, COLUMNS>;
+using VTile = SharedTile<product_pv, KEYS, V_COLUMNS>;
 
 struct Parameters {
     Array<const IN> q, k, v;
@@ -103,13 +104,7 @@ struct Rows {
 
     // S of the keys from k0 on, rounded and scaled; -Inf where masked and from k1 on.
     __forceinline__ void scores(float (&s)[M][N][4], unsigned k_shared, int k0, int k1) {
-#pragma unroll
-        for (int i = 0; i < M; i++)
-#pragma unroll
-            for (int j = 0; j < N; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) s[i][j][e] = 0;
-        product_rows<product_s, COLUMNS>(s, q_shared, k_shared);
+        product_rows<product_s, QTile, KTile, COLUMNS>(s, q_shared, k_shared);
 #pragma unroll
         for (int i = 0; i < M; i++)
 #pragma unroll
@@ -284,7 +279,7 @@ struct Rows {
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         pv[i][j][e] = start(o[i][j0 + j][e], alpha[2 * i + e / 2], place(i, j0 + j, e, first));
-            product_columns<product_pv, V_COLUMNS>(pv, w, v_shared, j0 * 8);
+            product_columns<product_pv, VTile>(pv, w, v_shared, j0 * 8);
 #pragma unroll
             for (int i = 0; i < M; i++)
 #pragma unroll
@@ -384,9 +379,9 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
     const int count = (end + KEYS - 1) / KEYS, tk = rows.shape.tk;
     auto load = [&](int step) {
         const int k0 = (order_fa2 ? count - 1 - step : step) * KEYS, k1 = min(k0 + KEYS, tk);
-        const unsigned to = shared + step % STAGES * stage_bytes;
+        const unsigned to = shared + step % STAGES * (KTile::bytes + VTile::bytes);
         heads.load_keys(to, k0, k1);
-        heads.load_values(to + k_bytes, k0, k1);
+        heads.load_values(to + KTile::bytes, k0, k1);
         copy_commit();
     };
     if (count > 0) load(0);
@@ -396,7 +391,7 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
         publish();
         if (STAGES == 2 && step + 1 < count) load(step + 1);
         if (k0 < rows.end) {
-            const unsigned k_shared = shared + step % STAGES * stage_bytes;
+            const unsigned k_shared = shared + step % STAGES * (KTile::bytes + VTile::bytes);
             rows.at.tile = j;
             float s[M][N][4], alpha[R];
             Weights<product_pv, M, N> w;
@@ -408,7 +403,7 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
                 rows.weigh(w, s, r, k0, alpha[r], sum);
                 rows.add_row_sum(r, sum);
             }
-            rows.add_values(w, k_shared + k_bytes, alpha, heads.first);
+            rows.add_values(w, k_shared + KTile::bytes, alpha, heads.first);
         }
         if (STAGES == 1 && step + 1 < count) {
             __syncthreads();
@@ -418,7 +413,7 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(16) unsigned char shared[];
+    extern __shared__ __align__(1024) unsigned char shared[];
     const Shape shape{static_cast<int>(p.tq), static_cast<int>(p.tk), p.causal != 0};
 
     // Blocks of a head follow each other, the longest first: they share K and V in the L2 cache.
@@ -436,9 +431,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(
                                                                        q1 - q0, HEAD_DIM, at(q0));
     const Heads heads{p.k, p.v, p.k.rows(b, kv_head), p.v.rows(b, kv_head) + first, at, first};
     const int leader = WARPGROUP ? row0 - threadIdx.x / 32 % 4 * ROWS : row0;  // first row of what multiplies together
-    Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * k_stride};
+    Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * QTile::row};
     rows.clear();
-    if constexpr (one_chunk) short_tiles(rows, heads, q_shared + q_bytes, key_end(q1 - 1));
-    else long_tiles<order_fa2 || algorithm_plain>(rows, heads, q_shared + q_bytes, q1, key_end(q1 - 1), first);
+    if constexpr (one_chunk) short_tiles(rows, heads, q_shared + QTile::bytes, key_end(q1 - 1));
+    else long_tiles<order_fa2 || algorithm_plain>(rows, heads, q_shared + QTile::bytes, q1, key_end(q1 - 1), first);
     rows.finish(b, head, first);
 }

@@ -7,7 +7,7 @@ template <bool values>
 void load_chunk(const Rows& rows, const Heads& heads, unsigned shared, int k0, int k1) {
     __syncthreads();
     heads.load_keys(shared, k0, k1);
-    if constexpr (values) heads.load_values(shared + k_bytes, k0, k1);
+    if constexpr (values) heads.load_values(shared + KTile::bytes, k0, k1);
     copy_commit();
     copy_wait<0>();
     publish();
@@ -131,8 +131,8 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
                 if constexpr (algorithm_plain) plain_weigh(rows, w, s, r, chunk);
                 else rows.weigh(w, s, r, chunk, chunk == k0 ? alpha[r] : 1.f, sum[r]);
             }
-            if constexpr (in_place) product_columns<product_pv, V_COLUMNS>(rows.o, w, shared + k_bytes, 0);
-            else product_columns<product_pv, V_COLUMNS>(pv, w, shared + k_bytes, 0);
+            if constexpr (in_place) product_columns<product_pv, VTile>(rows.o, w, shared + KTile::bytes, 0);
+            else product_columns<product_pv, VTile>(pv, w, shared + KTile::bytes, 0);
         }
         if (algorithm_plain || !visits) continue;
 #pragma unroll

@@ -1,17 +1,24 @@
 // Products of a warp's 16·M rows, in mma.cuh's fragments, with rows that lie in shared memory. A Product says
-// how: by 16-bit or tf32 tensor cores, or `sequential` on CUDA cores. The sum runs over ascending k.
-//
-// Rows in shared memory end in 16 bytes of padding: a row is then an odd number of 16-byte chunks, and
-// the 8 rows of a matrix that ldmatrix reads at once lie in different banks.
+// how: by 16-bit or tf32 tensor cores, or `sequential` on CUDA cores; WARPGROUP, whether a warpgroup does a 16-bit
+// one together, M = 1. The sum runs over ascending k.
 #pragma once
 
 #include "copy.cuh"
-#include "mma.cuh"
 #include "sites.cuh"
+#include "wgmma.cuh"
 
-// Bytes from one row of `Columns` elements to the next.
-template <class P, int Columns>
-constexpr int row_bytes = Columns * (P::half ? 2 : 4) + 16;
+// A tile of Rows × Columns elements in shared memory, by 16-byte chunks. For wgmma: panels of 128 bytes of each
+// row, whose chunks are permuted by row (its 128-byte swizzle). Otherwise a row ends in 16 bytes of padding: it
+// is then an odd number of chunks, and the 8 rows of a matrix that ldmatrix reads at once lie in different banks.
+template <class P, int Rows, int Columns>
+struct SharedTile {
+    static constexpr int element = P::half ? 2 : 4;
+    static constexpr int row = WARPGROUP ? 128 : Columns * element + 16;  // bytes to the next row
+    static constexpr int panel = Rows * 128;
+    static constexpr int bytes = WARPGROUP ? Columns * element / 128 * panel : Rows * row;
+
+    static constexpr int chunk(int r, int c) { return WARPGROUP ? c / 8 * panel + r * 128 + (c ^ r) % 8 * 16 : r * row + c * 16; }
+};
 
 inline float shared_float(unsigned address) {
     float x;
@@ -39,12 +46,36 @@ inline void fma4(float& c, float4 a, float4 b) {
     c = __fmaf_rn(a.w, b.w, c);
 }
 
-// c (16M × 8N) += A·Bᵀ: A 16M rows of K at `a`, B 8N rows of K at `b`, N even.
-template <class P, int K, int M, int N>
+// c (16M × 8N) = A·Bᵀ: A 16M rows of the tile SharedA, from `a` on (of a warpgroup, its 64), B the tile SharedB at `b`.
+template <class P, class SharedA, class SharedB, int K, int M, int N>
 inline void product_rows(float (&c)[M][N][4], unsigned a, unsigned b) {
-    constexpr int stride = row_bytes<P, K>;
+    constexpr int stride = SharedA::row;
+    static_assert(stride == SharedB::row);
     const unsigned lane = threadIdx.x % 32;
-    if constexpr (P::half) {
+    if constexpr (!WARPGROUP) {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
+    }
+    if constexpr (WARPGROUP) {
+#if WARPGROUP
+        float(&d)[4 * N] = reinterpret_cast<float(&)[4 * N]>(c);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < K / 16; k++) {
+            const auto da = matrix_descriptor(a + k / 4 * SharedA::panel + k % 4 * 32, 16, 1024, Swizzle::b128);
+            const auto db = matrix_descriptor(b + k / 4 * SharedB::panel + k % 4 * 32, 16, 1024, Swizzle::b128);
+            if (k == 0) wgmma<P::operand, false, true>(d, da, db);
+            else wgmma<P::operand>(d, da, db);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(d);
+#endif
+    } else if constexpr (P::half) {
         a += lane % 16 * stride + lane / 16 * 16;
         b += (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 16;
 #pragma unroll
@@ -120,12 +151,32 @@ struct Weights {
     }
 };
 
-// c (16M × 8C) += W·B: B 8N rows of `Columns` at `b`, of which c takes 8C from column `first` on, C even.
-template <class P, int Columns, int M, int N, int C>
+// c (16M × 8C) += W·B: B 8N rows of the tile Shared at `b`, of which c takes 8C columns from `first` on, C even.
+template <class P, class Shared, int M, int N, int C>
 inline void product_columns(float (&c)[M][C][4], const Weights<P, M, N>& w, unsigned b, int first) {
-    constexpr int stride = row_bytes<P, Columns>;
+    constexpr int stride = Shared::row;
     const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if constexpr (P::half) {
+    if constexpr (WARPGROUP) {
+#if WARPGROUP
+        constexpr int together = C % 16 == 0 ? 16 : 8;  // fragments of 8 columns in a wgmma
+        float(&d)[4 * C] = reinterpret_cast<float(&)[4 * C]>(c);
+        wgmma_hold(d);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < C; j += together) {
+            float(&part)[4 * together] = reinterpret_cast<float(&)[4 * together]>(c[0][j]);
+            const auto db = matrix_descriptor(b + (first / 8 + j) / 8 * Shared::panel, Shared::panel, 1024, Swizzle::b128);
+#pragma unroll
+            for (int k = 0; k < N / 2; k++) {
+                const unsigned x[4] = {w.x[0][2 * k][0], w.x[0][2 * k][1], w.x[0][2 * k + 1][0], w.x[0][2 * k + 1][1]};
+                wgmma<P::operand, true>(part, x, db + k * (2048 / 16));
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(d);
+#endif
+    } else if constexpr (P::half) {
         b += lane % 16 * stride + lane / 16 * 16 + first * 2;
 #pragma unroll
         for (int k = 0; k < N / 2; k++) {
