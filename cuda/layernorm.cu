@@ -57,11 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) layernorm_forward(
         float4 v[fours], square[fours];
         FOR_COLUMNS(i, col) {
             v[i] = load(x + row * WIDTH, col);
-            if constexpr (RESIDUAL) {
-                v[i] = rnd4<residual_y>(v[i] + load(branch + row * WIDTH, col), place.at(0, row, col));
-                save(stream + row * WIDTH, col, v[i]);
-                v[i] = masked(v[i], col);
-            }
+#if RESIDUAL
+            v[i] = masked(rnd4<residual_y>(v[i] + load(branch + row * WIDTH, col), place.at(0, row, col)), col);
+            save(stream + row * WIDTH, col, v[i]);
+#endif
         }
         const float mean = row_sum(v, shared[0]) / float(WIDTH);
         FOR_COLUMNS(i, col) {
@@ -73,7 +72,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) layernorm_forward(
             v[i] = v[i] * rstd * load(w, col);
             if constexpr (BIAS) v[i] = v[i] + load(b, col);
             v[i] = rnd4<ln_y>(v[i], place.at(1, row, col));
-            if constexpr (OPERAND) v[i] = rnd4<linear_x>(v[i], place.at(2, row, col));
+#if OPERAND
+            v[i] = rnd4<linear_x>(v[i], place.at(2, row, col));
+#endif
             save(y + row * WIDTH, col, v[i]);
         }
         if (threadIdx.x == 0) statistics[row] = make_float2(mean, rstd);
@@ -110,9 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 512 ? 512 / THR
         FOR_COLUMNS(i, col) {
             float4 d = ((g[i] - g_mean) - xhat[i] * product_mean) * mean_rstd.y;
             d = rnd4<ln_dx>(d, place.at(0, row, col));
-            if constexpr (RESIDUAL) d = rnd4<residual_dx>(load(dstream + row * WIDTH, col) + d, place.at(1, row, col));
+#if RESIDUAL
+            d = rnd4<residual_dx>(load(dstream + row * WIDTH, col) + d, place.at(1, row, col));
+#endif
             save(dx + row * WIDTH, col, d);
-            if constexpr (OPERAND) save(operand + row * WIDTH, col, rnd4<linear_dy>(d, place.at(2, row, col)));
+#if OPERAND
+            save(operand + row * WIDTH, col, rnd4<linear_dy>(d, place.at(2, row, col)));
+#endif
         }
     }
     FOR_COLUMNS(i, col) {

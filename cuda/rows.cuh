@@ -59,19 +59,40 @@ inline void store4(T* x, long long i, long long size, float4 v) {
     if (i + 3 < size) store(x + i + 3, v.w);
 }
 
+// ---- rounding
+
+template <class S>
+constexpr bool is_keyed = false;
+template <int E, int M, class Rule, bool saturates, unsigned id, bool per_tile>
+constexpr bool is_keyed<Site<E, M, Rule, saturates, id, per_tile>> = Rule::needs_key;
+
+// A call where words are drawn: inlined it would be a hundred instructions for each element of a thread.
+template <class S>
+__noinline__ float rnd_call(float x, At at) {
+    return rnd<S>(x, at);
+}
+
+template <class S>
+inline float rnd_one(float x, const At& at) {
+    if constexpr (is_keyed<S>) return rnd_call<S>(x, at);
+    else return rnd<S>(x, at);
+}
+
 // Four neighbours of a row.
-template <class Site>
+template <class S>
 inline float4 rnd4(float4 x, const At& at) {
-    return make_float4(rnd<Site>(x.x, at), rnd<Site>(x.y, at(at.row, at.col + 1)), rnd<Site>(x.z, at(at.row, at.col + 2)),
-                       rnd<Site>(x.w, at(at.row, at.col + 3)));
+    return make_float4(rnd_one<S>(x.x, at), rnd_one<S>(x.y, at(at.row, at.col + 1)),
+                       rnd_one<S>(x.z, at(at.row, at.col + 2)), rnd_one<S>(x.w, at(at.row, at.col + 3)));
 }
 
 // Elements i … i + 3 of an array, whose rows may end between them.
-template <class Site>
+template <class S>
 inline float4 rnd4(float4 x, const Place& place, int site, long long i) {
     const auto at = [&](int j) { return place.at(site, (i + j) / place.columns, int((i + j) % place.columns)); };
-    return make_float4(rnd<Site>(x.x, at(0)), rnd<Site>(x.y, at(1)), rnd<Site>(x.z, at(2)), rnd<Site>(x.w, at(3)));
+    return make_float4(rnd_one<S>(x.x, at(0)), rnd_one<S>(x.y, at(1)), rnd_one<S>(x.z, at(2)), rnd_one<S>(x.w, at(3)));
 }
+
+// ---- arithmetic
 
 inline float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 inline float4 operator*(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }

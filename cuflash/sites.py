@@ -56,7 +56,7 @@ class Rounder:
 
         A CuPy array keeps the dtype of the site's format, or fp32 where CuPy has none.
         """
-        if not isinstance(x, np.ndarray):
+        if launch.on_gpu(x):
             return _round_cuda(self, site, x)
         rounding = self._table[site]
         if self.dtype is np.float64 or (rounding.format == "fp32" and x.dtype == np.float32):
