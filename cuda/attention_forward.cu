@@ -21,6 +21,7 @@ constexpr int M = ROWS / 16, R = 2 * M;             // fragments of 16 rows; row
 constexpr int N = KEYS / 8, C = V_COLUMNS / 8;      // fragments of 8 columns: of S, of O
 constexpr int bc = tile_forward_bc;
 constexpr bool one_chunk = bc == KEYS;              // the numeric tile is executed at once
+constexpr bool raw_is_m = !fix::active && attn_m::is_fp32;  // no need to keep both
 constexpr bool counts_ties = COUNT || fix::active;
 static_assert(one_chunk || bc == 0 || bc > KEYS, "KEYS is at most the tile");
 static_assert(KEYS % 16 == 0);
@@ -91,6 +92,8 @@ struct Rows {
     __forceinline__ int row(int r) const { return row0 + threadIdx.x % 32 / 4 + r * 8; }
     __forceinline__ int column(int j, int e) const { return j * 8 + threadIdx.x % 4 * 2 + e; }
 
+    __forceinline__ float raw_maximum(int r) const { return raw_is_m ? m[r] : raw[r]; }
+
     __forceinline__ void clear() {
 #pragma unroll
         for (int r = 0; r < R; r++) m[r] = raw[r] = -INF, l[r] = 0, ties[r] = 0;
@@ -147,7 +150,8 @@ struct Rows {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const float x = s[r / 2][j][r % 2 * 2 + e];
-                if constexpr (fix::epsilon == 0) n += x == r_m;
+                if constexpr (fix::epsilon == 0)  // two instructions; the compiler's n += x == r_m takes three
+                    asm("{.reg .pred p; setp.eq.f32 p, %1, %2; @p add.s32 %0, %0, 1;}" : "+r"(n) : "f"(x), "f"(r_m));
                 else if constexpr (fix::rounded_threshold) n += x >= threshold;
                 else n += r_m - x <= epsilon;
             }
@@ -162,7 +166,7 @@ struct Rows {
             r_m = fmaxf(r_m, raw[r]);
             ties[r] = n;
         }
-        raw[r] = fmaxf(r_m, raw[r]);
+        if constexpr (!raw_is_m) raw[r] = fmaxf(r_m, raw[r]);
         float m_tile = r_m;
         if (counts_ties && n > 1 && fabsf(r_m) < INF) {
             tied |= 1u << r;
@@ -299,7 +303,7 @@ struct Rows {
             const At here = at(q);
             if constexpr (order_fa2 && !algorithm_plain) l[r] = rnd<attn_l>(quad_sum(l[r]), here);
             if (q >= shape.tq) continue;
-            const bool empty = l[r] == 0 && raw[r] == -INF;
+            const bool empty = l[r] == 0 && raw_maximum(r) == -INF;
             const float inverse = 1.f / l[r];
             const long long offset = (b * p.heads + head) * p.tq + q;
             if (first == 0 && threadIdx.x % 4 == 0) {

@@ -75,7 +75,7 @@ void plain_row_sum(Rows& rows, const Heads& heads, unsigned shared, int seen) {
 // `plain`: P of a row = P̄ / l, 0 where masked and in empty rows.
 void plain_weigh(const Rows& rows, Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int r, int k0) {
     const float l = rows.l[r], inverse = 1.f / l;
-    const int last = l == 0 && rows.raw[r] == -INF ? -1 : rows.shape.last_key(rows.row(r)) - k0;
+    const int last = l == 0 && rows.raw_maximum(r) == -INF ? -1 : rows.shape.last_key(rows.row(r)) - k0;
 #pragma unroll
     for (int j = 0; j < N; j++) {
         float2 x = rows.probabilities(s, r, j, k0);

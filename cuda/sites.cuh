@@ -29,11 +29,20 @@ struct Site {
     static constexpr bool is_fp16_rne = E == 5 && M == 10 && is_rne<Rule>;
 
     static float round(float x, const At& at) {
+        if constexpr (is_bf16_rne) return round_bf16(x);
         unsigned word = 0;
         if constexpr (Rule::needs_key && !is_fp32)
             word = random_word(subkey(at.seed, at.step, at.sample, at.layer, at.head, id), at.row, at.col,
                                per_tile ? at.tile : 0);
         return round_to<E, M, Rule, saturates>(x, word);
+    }
+
+    // A pair's high half, beside zero, is the rounded value as fp32: one instruction at four times the rate of
+    // cvt.rn.bf16.f32, and nothing to shift.
+    static float round_bf16(float x) {
+        unsigned pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.f));
+        return __uint_as_float(pair);
     }
 
     // To nearest whatever the site's mode: for thresholds compared with its values.
