@@ -76,11 +76,28 @@ inline float ex2_mufu(float x) {
     return y;
 }
 
-// e^x, or 2^x under `fa2`. Small: x <= 40 or NaN is known.
-template <bool Small = false>
+// e^x, or 2^x under `fa2`.
 inline float exponential(float x) {
     if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
-    else return order_fa2 ? exp2_defined<Small>(x) : exp_defined<Small>(x);
+    else return order_fa2 ? exp2_defined(x) : exp_defined(x);
+}
+
+// The same where |x| <= narrow, so that the result is far from overflow and from subnormals: exp_defined and
+// exp2_defined without their guards, which change nothing here.
+constexpr float narrow = order_fa2 ? 124.f : 86.f;
+inline float exponential_narrow(float x) {
+    using namespace functions;
+    if constexpr (exp_mufu) {
+        float y;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : __fmul_rn(x, LOG2E)));
+        return y;
+    }
+    const float n = __fadd_rn(order_fa2 ? x : __fmul_rn(x, LOG2E), ROUND), m = __fsub_rn(n, ROUND);
+    float r;
+    if constexpr (order_fa2) r = __fmul_rn(__fsub_rn(x, m), LN2);
+    else r = __fmaf_rn(-m, LN2_LOW, __fmaf_rn(-m, LN2_HIGH, x));
+    const float w = __fadd_rn(__fmul_rn(horner(r, EXP_Q), __fmul_rn(r, r)), r), s = power_of_two(__float_as_int(n));
+    return __fmaf_rn(w, s, s);
 }
 
 // The argument of exp, from the dot product S.

@@ -77,7 +77,7 @@ struct Elements {
         return (unsigned(query(j, e) - low[e / 2]) < count[e / 2]) & !is_empty(base);
     }
 
-    // The argument of exp from S, in place; the largest of them is returned.
+    // The argument of exp from S, in place; the largest magnitude is returned.
     template <bool Masked>
     float exponents(float (&s)[32]) const {
         float most = 0.f;
@@ -89,18 +89,18 @@ struct Elements {
                 float& x = s[4 * j + e];
                 x = exponent(x, e % 2 ? two.z : two.x, args, at(query(j, e), key(e)));
                 if (Masked && !shown(j, e, e % 2 ? two.z : two.x)) x = -__int_as_float(0x7F800000);
-                most = fmaxf(most, x);
+                most = fmaxf(most, fabsf(x));
             }
         }
         return most;
     }
 
-    // P from the argument of exp, in place. Small: none is above 40.
-    template <bool Small>
+    // P from the argument of exp, in place. Narrow: all are finite and P is normal.
+    template <bool Narrow>
     void probabilities(float (&s)[32]) const {
 #pragma unroll
         for (int i = 0; i < 32; i++) {
-            s[i] = exponential<Small>(s[i]);
+            s[i] = Narrow ? exponential_narrow(s[i]) : exponential(s[i]);
             if (p_bwd_from_m_l) s[i] *= inv_l[i / 4 * 8 + i % 2];
         }
     }
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
 
             wait_products<wg, 1>(s);
             const float most = masked ? elements.exponents<true>(s) : elements.exponents<false>(s);
-            if (!exp_mufu && __any_sync(~0u, most > 40.f)) elements.probabilities<false>(s);
+            if (__any_sync(~0u, !(most <= narrow))) elements.probabilities<false>(s);
             else elements.probabilities<true>(s);
             wait_products<wg, 0>(dp);
             unsigned p[4][4], ds[4][4];
@@ -322,11 +322,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
             multiply_columns<F, wg, kMine>(dv, p, do_tile, first_panel);
             multiply_columns<F, wg, kMine>(dk, ds, q_tile, first_panel);
             commit_products<wg>();
-            if (first_panel == 0 && key0 < args.tk)
+            if (first_panel == 0 && key0 < args.tk) {
+                uint4* const to = ds_blocks + (now.row - args.row0) / 16 * 32;
+                const int blocks = (now.end(args) - now.row + 15) / 16;
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (now.row + 16 * i < now.end(args))
-                        ds_blocks[((now.row - args.row0) / 16 + i) * 32] = make_uint4(ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
+                    if (i < blocks) to[i * 32] = make_uint4(ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
+            }
 #pragma unroll
             for (int panel = 0; panel < kMine; panel++) wait_products<wg, 0>(dv[panel]), wait_products<wg, 0>(dk[panel]);
 

@@ -2,7 +2,8 @@
 // from zero, rounded and added in the order of the sum.
 //
 // A block has a tile of query rows, a warp 16 of them; K comes 64 keys at a time. Compiled with HEAD_DIM (a
-// multiple of 16), BLOCKS, at least, of an SM, and DQ, the type of the result.
+// multiple of 16); STAGES, at least 2, of K and dS in
+// shared memory; BLOCKS, at least, of an SM; DQ, the type of the result.
 
 #include "attention_backward.cuh"
 #include "attention_products.cuh"
@@ -15,7 +16,7 @@ constexpr int kThreads = 128 * kShare, kRows = 64, kKeys = 64;
 constexpr bool wg = has_wgmma && tile_dq_br % 64 == 0;  // wgmma takes 64 rows, which must lie in one numeric tile
 
 using KeyTile = Tile<kKeys>;
-constexpr int kKeyBytes = kKeys * 128 * kPanels, kStages = 3;
+constexpr int kKeyBytes = kKeys * 128 * kPanels, kStageBytes = kKeyBytes + kThreads * 64;
 
 inline unsigned transposed(unsigned x) {
     unsigned y;
@@ -46,7 +47,8 @@ struct Walk {
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dq(const Args args) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const auto k_stage = [&](int i) { return KeyTile{shared_address(shared) + i * kKeyBytes}; };
+    const auto k_stage = [&](int i) { return KeyTile{shared_address(shared) + i * kStageBytes}; };
+    const auto ds_stage = [&](int i) { return reinterpret_cast<uint4*>(shared + i * kStageBytes + kKeyBytes) + threadIdx.x; };
 
     const int row_tiles = (args.row1 - args.row0 + kRows - 1) / kRows;
     const Place place(args, blockIdx.x / row_tiles);
@@ -60,54 +62,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dq(cons
     const auto end_of = [&](int row) { return row < args.row1 ? shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc) : 0; };
     const int my_end = end_of(wg ? block_row : row0);
     const int bc = tile_length(tile_dq_bc, args.tk);
-    Walk now(max(end_of(block_row), end_of(min(block_row + kRows, args.row1) - 1)), bc, args.tk), ahead = now, fetched = now;
+    Walk now(max(end_of(block_row), end_of(min(block_row + kRows, args.row1) - 1)), bc, args.tk), ahead = now;
 
     const unsigned short* k_rows = place.rows_of<unsigned short>(args.k, !args.k_per_head);
-    const auto load = [&](int stage) {
-        if (ahead.more()) {
-            k_stage(stage).load<kPanels, kThreads>(k_rows, args.k.row, ahead.key, ahead.end(), args.d);
-            ahead.next();
-        }
-        copy_commit();
-    };
-    // dS of this warp's rows: blocks that no row sees were not written, and are 0.
+    // dS of this warp's rows: blocks that no row sees were not written, and are 0. A thread reads what it copies.
     const int row_blocks = (args.row1 - args.row0 + 15) / 16, key_blocks = (args.tk + 15) / 16;
     const int last_row = min(row0 + 16, args.row1) - 1;
     const uint4* const ds_blocks = static_cast<const uint4*>(args.ds) +
         ((long long)place.slot * key_blocks * row_blocks + (row0 - args.row0) / 16) * 32 + lane;
-    const auto fetch = [&](uint4 (&x)[4]) {
-        if (!fetched.more()) return;
+    const int seen = row0 < args.row1 ? shape.last_key(last_row) + 1 : 0;  // keys that this warp's rows see
+    const auto load = [&](int stage) {
+        if (ahead.more()) {
+            k_stage(stage).load<kPanels, kThreads>(k_rows, args.k.row, ahead.key, ahead.end(), args.d);
+            const uint4* from = ds_blocks + (long long)(ahead.key / 16) * row_blocks * 32;
+            const int end = min(ahead.end(), seen);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int key = fetched.key + 16 * i;
-            const bool there = row0 < args.row1 && key < fetched.end() && shape.visible(last_row, key);
-            x[i] = there ? __ldcs(ds_blocks + (long long)(key / 16) * row_blocks * 32) : make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < 4; i++) {
+                const bool there = ahead.key + 16 * i < end;
+                copy16_async(shared_address(ds_stage(stage) + i * kThreads), there ? from + (long long)i * row_blocks * 32 : args.ds, there);
+            }
+            ahead.next();
         }
-        fetched.next();
+        copy_commit();
     };
-    uint4 next[4];
-    fetch(next);
 #pragma unroll
-    for (int i = 0; i < kStages - 1; i++) load(i);
+    for (int i = 0; i < STAGES - 1; i++) load(i);
 
     float dq[kMine][32], tile[kMine][32];
 #pragma unroll
     for (int panel = 0; panel < kMine; panel++) clear(dq[panel]), clear(tile[panel]);
 
-    for (int stage = 0; now.more(); stage = (stage + 1) % kStages) {
-        unsigned ds[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // From key rows and query columns to query rows and key columns.
-            ds[i][0] = transposed(next[i].x), ds[i][1] = transposed(next[i].z);
-            ds[i][2] = transposed(next[i].y), ds[i][3] = transposed(next[i].w);
-        }
-        fetch(next);
-        copy_wait<kStages - 2>();
+    for (int stage = 0; now.more(); stage = (stage + 1) % STAGES) {
+        copy_wait<STAGES - 2>();
         publish_tiles<wg>();
         __syncthreads();
-        load((stage + kStages - 1) % kStages);
+        load((stage + STAGES - 1) % STAGES);
         if (now.tile < my_end) {
+            unsigned ds[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                // From key rows and query columns to query rows and key columns.
+                const uint4 x = ds_stage(stage)[i * kThreads];
+                ds[i][0] = transposed(x.x), ds[i][1] = transposed(x.z);
+                ds[i][2] = transposed(x.y), ds[i][3] = transposed(x.w);
+            }
             begin_products<wg>();
             multiply_columns<F, wg, kMine>(tile, ds, k_stage(stage), first_panel);
             commit_products<wg>();

@@ -37,6 +37,13 @@ struct Tile {
         const int row = threadIdx.x / across, column8 = threadIdx.x % across;
         const bool inside = column8 * 8 < d;
         const unsigned short* x = static_cast<const unsigned short*>(from);
+        const unsigned to = chunk(row, column8);
+        if (first + Rows <= end && Panels * 64 == d) {
+            const unsigned short* source = x + (first + row) * stride + column8 * 8;
+#pragma unroll
+            for (int i = 0; i < Rows; i += together) copy16_async(to + i * panel_row_bytes, source + i * stride);
+            return;
+        }
         const unsigned short* source = x + (inside ? (first + row) * stride + column8 * 8 : 0);
 #pragma unroll
         for (int i = 0; i < Rows; i += together) {

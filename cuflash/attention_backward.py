@@ -205,11 +205,12 @@ def _alike(precision: Precision, layer: int, heads: tuple[int, ...]) -> list[tup
 
 
 class Geometry(NamedTuple):
-    """What attention_dkdv.cu does at once, in macros, and its shared memory in bytes. It changes no bits."""
+    """What a block of attention_dkdv.cu or attention_dq.cu does at once: its macros. It changes no bits."""
 
     stages: int
     blocks: int
-    shared: int
+    threads: int
+    shared: int  # bytes
 
 
 class Plan(NamedTuple):
@@ -218,26 +219,37 @@ class Plan(NamedTuple):
     headers: Mapping[str, str]
     rounding: Mapping[str, Any]
     operand: str  # the type of q, k, v, dO in memory
-    dkdv: Geometry | None  # attention_dkdv.cu and attention_dq.cu; None: attention_backward_any.cu
+    geometries: tuple[Geometry, Geometry] | None  # of dK/dV and dQ; None: attention_backward_any.cu
+    found: dict[tuple, Any]  # kernels, by what else they are compiled for
+
+    def kernel(self, source: str, function: str, shared: int = 0, **defines: Any) -> Any:
+        device = kernels.import_cupy().cuda.runtime.getDevice()
+        key = (device, function, *defines.values())
+        if key not in self.found:
+            self.found[key] = kernels.kernel(source, function, defines, self.headers, shared=shared)
+        return self.found[key]
 
 
-def geometry(precision: Precision, head_dim: int, table: Mapping[str, Rounding], capability: int) -> Geometry | None:
-    """How attention_dkdv.cu runs on a device; None where its shared memory does not suffice."""
+def geometries(precision: Precision, head_dim: int, table: Mapping[str, Rounding], capability: int) -> tuple[Geometry, Geometry] | None:
+    """How attention_dkdv.cu and attention_dq.cu run on a device; None where its shared memory does not suffice."""
     panels = 1 if head_dim <= 64 else 2 if head_dim <= 128 else 4
+    threads, tile = 256 if panels == 4 else 128, 64 * 128 * panels
     limit = SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
     sums = 0
     if precision.order == "eager":  # sums of dK and dV for 64 keys
-        sums = sum(64 * 64 * panels * (2 if table[site].format in ("bf16", "fp16") else 4) for site in ("attn.dk_acc", "attn.dv_acc"))
+        formats = (table[site].format for site in ("attn.dk_acc", "attn.dv_acc"))
+        sums = sum(64 * 64 * panels * (2 if format in ("bf16", "fp16") else 4) for format in formats)
     # Blocks that an SM's registers hold: with wgmma 3 of 168 registers a thread at small head dims.
     bc = precision.tiles(head_dim).dkdv[1]
     warpgroup = capability == 90 and (bc is None or bc % 64 == 0)
     most = {1: 3 if warpgroup else 2, 2: 2, 4: 1}[panels]
-    for blocks in range(most, 0, -1):
-        for stages in (2, 1):
-            shared = 64 * 128 * panels * (2 + 2 * stages) + stages * 64 * 12 + sums
-            if blocks * (shared + 1024) <= limit + 1024:
-                return Geometry(stages, blocks, shared)
-    return None
+    dkdv = [Geometry(stages, blocks, threads, tile * (2 + 2 * stages) + stages * 64 * 12 + sums)
+            for blocks in range(most, 0, -1) for stages in (2, 1)]
+    dq = [Geometry(stages, blocks, threads, stages * (tile + threads * 64))
+          for blocks in range({1: 3, 2: 2, 4: 1}[panels], 0, -1) for stages in (4, 3, 2)]
+    # An SM has 1 KB more than a block may take, and takes 1 KB for each block.
+    fit = [next((g for g in some if g.blocks * (g.shared + 1024) <= limit + 1024), None) for some in (dkdv, dq)]
+    return None if None in fit else tuple(fit)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -248,10 +260,10 @@ def plan(precision: Precision, head_dim: int, layer: int, head: int, capability:
     headers = {"precision.cuh": precision_header(precision, head_dim, "bwd", accumulator, Fix(), layer, head)}
     operands = {product_operand(table, sites, accumulator) for sites in PRODUCTS["bwd"].values()}
     if operands in ({"bf16"}, {"fp16"}):
-        fast = geometry(precision, head_dim, table, capability)
+        fast = geometries(precision, head_dim, table, capability)
         if fast:
-            return Plan(headers, table, operands.pop(), fast)
-    return Plan(headers, table, "float", None)
+            return Plan(headers, table, operands.pop(), fast, {})
+    return Plan(headers, table, "float", None, {})
 
 
 class _Launch:
@@ -299,13 +311,13 @@ class _Launch:
         count, steps = self._steps(how, pairs)
         size = count * max(r1 - r0 + (-r1 % 16) for r0, r1 in steps)
         tk, tk16 = self.shape.tk, -(-self.shape.tk // 16) * 16
-        scratch = [self.cupy.empty(size * tk16, np.uint16)] if how.dkdv else [self.cupy.empty(size * tk, np.float32) for _ in range(2)]
+        scratch = [self.cupy.empty(size * tk16, np.uint16)] if how.geometries else [self.cupy.empty(size * tk, np.float32) for _ in range(2)]
         self.pointers |= dict(zip(("ds", "p"), (x.data.ptr for x in scratch)))
         if self.sums is None and (self.group > 1 or len(steps) > 1):
             self.sums = tuple(self.cupy.empty((self.batch * self.heads, tk, self.d), np.float32) for _ in range(2))
             self.pointers |= dict(zip(("dk_head", "dv_head"), (x.data.ptr for x in self.sums)))
 
-        run = self._fast if how.dkdv else self._any
+        run = self._fast if how.geometries else self._any
         for first in range(0, pairs, count):
             now = min(count, pairs - first)
             for r0, r1 in steps:
@@ -320,8 +332,7 @@ class _Launch:
         listed = self._list(heads, self.heads // self.group)
         count, args = self.batch * len(heads) * self.shape.tk * self.d, self.args()
         for name, shares in zip(("dk", "dv"), self.sums):
-            defines = {"OUT": self._type(name), "ROUNDED": f"attn_{name}"}
-            kernels.kernel("attention_heads", "attention_heads", defines, how.headers)(
+            how.kernel("attention_heads", "attention_heads", OUT=self._type(name), ROUNDED=f"attn_{name}")(
                 (min(-(-count // 256), 1 << 16),), (256,), (shares, _array(self.results[name]), np.int64(count), args))
         del listed
 
@@ -343,15 +354,14 @@ class _Launch:
         if kv:
             self.scalars[f"{name}_per_head"] = per_head
         format = "fp32" if how.operand == "float" else how.operand
-        if _TYPES[x.dtype.name] == how.operand and rounding.format == format and (not how.dkdv or _aligned(x)):
+        if _TYPES[x.dtype.name] == how.operand and rounding.format == format and (not how.geometries or _aligned(x)):
             self.arrays[name] = _place(x)
             return None
-        width = -(-self.d // 8) * 8 if how.dkdv else self.d
+        width = -(-self.d // 8) * 8 if how.geometries else self.d
         heads = self.heads if per_head else x.shape[1]
-        y = self.cupy.empty((self.batch, heads, x.shape[2], width), np.uint16 if how.dkdv else np.float32)
+        y = self.cupy.empty((self.batch, heads, x.shape[2], width), np.uint16 if how.geometries else np.float32)
         self.arrays[name] = _place(y)
-        defines = {"IN": _TYPES[x.dtype.name], "OUT": how.operand, "ROUNDED": cuda_name(site)}
-        kernels.kernel("attention_operand", "attention_operand", defines, how.headers)(
+        how.kernel("attention_operand", "attention_operand", IN=_TYPES[x.dtype.name], OUT=how.operand, ROUNDED=cuda_name(site))(
             (min(-(-y.size // 256), 1 << 16),), (256,),
             (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head), np.int64(y.size), self.args()))
         return y
@@ -360,9 +370,8 @@ class _Launch:
         """δ and what else a row brings."""
         do = self.inputs["attn.do"]
         o = do if self.precision.delta_from == "p_dp" else self.o
-        defines = {"DO": _TYPES[do.dtype.name], "O": _TYPES[o.dtype.name]}
         lse, m, l = (self.lse if x is None else x for x in (self.lse, self.m, self.l))
-        kernels.kernel("attention_delta", "attention_delta", defines, how.headers)(
+        how.kernel("attention_delta", "attention_delta", DO=_TYPES[do.dtype.name], O=_TYPES[o.dtype.name])(
             (pairs * (self.padded_rows // 32),), (256,), (_array(do), _array(o), lse, m, l, self.args()))
         if self.precision.delta_from == "p_dp":
             self._any_kernel("delta", how)((pairs * -(-self.shape.tq // 64),), (128,), (self.args(),))
@@ -371,7 +380,7 @@ class _Launch:
         """(sample, head) pairs at a time, and query rows at a time in the order of the sum."""
         tq, tk = self.shape.tq, self.shape.tk
         tiles = self.precision.tiles(self.d)
-        row = tk * (2 if how.dkdv else 8)  # bytes
+        row = tk * (2 if how.geometries else 8)  # bytes
         enough = min(pairs, -(-_BLOCKS // -(-tk // 64)))
         if enough * tq * row <= SCRATCH:
             return -(-pairs // -(-pairs * tq * row // SCRATCH)), [(0, tq)]
@@ -382,16 +391,12 @@ class _Launch:
 
     def _fast(self, how: Plan, count: int, rows: int) -> None:
         depth, args = -(-self.d // 16) * 16, self.args()
-        panels = 1 if self.d <= 64 else 2 if self.d <= 128 else 4
-        threads = 128 if panels < 4 else 256
-        stages, blocks, shared = how.dkdv
-        defines = {"HEAD_DIM": depth, "STAGES": stages, "BLOCKS": blocks, "DK": self._type("dk"), "DV": self._type("dv")}
-        kernels.kernel("attention_dkdv", "attention_dkdv", defines, how.headers, shared=shared)(
-            (count * -(-self.shape.tk // 64),), (threads,), (args,), shared_mem=shared)
-        shared = 3 * 64 * 128 * panels
-        defines = {"HEAD_DIM": depth, "BLOCKS": {1: 3, 2: 2, 4: 1}[panels], "DQ": self._type("dq")}
-        kernels.kernel("attention_dq", "attention_dq", defines, how.headers, shared=shared)(
-            (count * -(-rows // 64),), (threads,), (args,), shared_mem=shared)
+        g, h = how.geometries
+        how.kernel("attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages, BLOCKS=g.blocks,
+                   DK=self._type("dk"), DV=self._type("dv"))(
+            (count * -(-self.shape.tk // 64),), (g.threads,), (args,), shared_mem=g.shared)
+        how.kernel("attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages, BLOCKS=h.blocks, DQ=self._type("dq"))(
+            (count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
 
     def _any(self, how: Plan, count: int, rows: int) -> None:
         down, across, panels = (-(-n // 64) for n in (rows, self.shape.tk, self.d))
@@ -400,8 +405,8 @@ class _Launch:
             self._any_kernel(name, how)((count * blocks,), (128,), (args,))
 
     def _any_kernel(self, name: str, how: Plan) -> Any:
-        defines = {"OPERAND": how.operand, "DQ": self._type("dq"), "DK": self._type("dk"), "DV": self._type("dv")}
-        return kernels.kernel("attention_backward_any", f"attention_any_{name}", defines, how.headers)
+        return how.kernel("attention_backward_any", f"attention_any_{name}", OPERAND=how.operand, DQ=self._type("dq"),
+                          DK=self._type("dk"), DV=self._type("dv"))
 
 
 def _place(x: Any) -> tuple[int, int, int, int]:
