@@ -10,10 +10,13 @@ def accumulate(total: np.ndarray | None, g: np.ndarray, out: Any = None) -> np.n
     """total + g, or g itself where it is the first (total None).
 
     Args:
-        out: a CuPy array of fp32 for the result, on a GPU; may be total.
+        out: on a GPU, a contiguous array of fp32 for the result; by default total itself, or a new one.
     """
     if launch.on_gpu(g):
         g = launch.flat(g)
+        if total is not None and out is not None and out is not total:
+            raise ValueError("accumulate: total must lie in out")
+        out = total if total is not None else launch.empty(g.shape) if out is None else out
         launch.run("accumulate", "accumulate", launch.elementwise(g.size), 256, (out, g, np.int64(g.size)),
                    {"ADD": total is not None, "G_T": launch.c_type(g)})
         return out

@@ -41,17 +41,23 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
 
 
 def c_type(x: Any) -> str:
-    """The CUDA type of an array's elements, or of a dtype.
+    """The CUDA type of an array's elements."""
+    return _c_type(x.dtype)
+
+
+@functools.cache
+def _c_type(dtype: np.dtype) -> str:
+    """The CUDA type of a dtype.
 
     Raises:
         TypeError: the kernels have none for it.
     """
-    name = np.dtype(getattr(x, "dtype", x)).name
-    if name not in C_TYPES:
-        raise TypeError(f"the network's kernels take {', '.join(C_TYPES)}, got {name}: cast it, as by .astype('float32')")
-    return C_TYPES[name]
+    if dtype.name not in C_TYPES:
+        raise TypeError(f"the network's kernels take {', '.join(C_TYPES)}, got {dtype.name}: cast it, as by .astype('float32')")
+    return C_TYPES[dtype.name]
 
 
+@functools.cache
 def storage(format: str) -> np.dtype:
     """The dtype that a GPU keeps a format's values in."""
     dtype = storage_dtype(format)
@@ -89,15 +95,15 @@ def shown(rnd: "Rounder", site: str, y: Any) -> Any:
 
 
 def place(shape: Sequence[int], *rnds: "Rounder", sample: int | None = None) -> np.ndarray:
-    """Where an array of this shape lies at each of a kernel's sites; `sample` in place of the first Rounder's."""
+    """Where an array of this shape lies at a kernel's sites, one Rounder or three; `sample` in place of the Rounder's."""
     rnd = rnds[0]
     seed, step = (rnd.key.seed, rnd.key.step) if rnd.key else (0, 0)
     if sample is None:
         sample = int(rnd.samples[0]) if len(rnd.samples) else 0
-    three = (rnds * 3)[:3] if len(rnds) == 1 else (*rnds, rnd)[:3]
+    a, b, c = rnds if len(rnds) == 3 else (rnd, rnd, rnd)
     rows = shape[-2] if len(shape) > 1 else 1
-    packed = _PLACE.pack(seed & 0xFFFFFFFF, seed >> 32, step, sample, *(r.layer for r in three),
-                         *(int(r.heads[0]) for r in three), max(rows, 1), max(shape[-1], 1))
+    packed = _PLACE.pack(seed & 0xFFFFFFFF, seed >> 32, step, sample, a.layer, b.layer, c.layer, a.heads[0], b.heads[0],
+                         c.heads[0], rows or 1, shape[-1] or 1)
     return np.frombuffer(packed, "V48")
 
 
@@ -128,8 +134,8 @@ def multiprocessors() -> int:
 
 def flat(x: Any) -> Any:
     """x contiguous and aligned to 16 bytes: itself, or a copy."""
-    cupy = sys.modules["cupy"]
-    x = cupy.ascontiguousarray(x)
+    if not x.flags.c_contiguous:
+        return sys.modules["cupy"].ascontiguousarray(x)
     return x.copy() if x.data.ptr % 16 else x
 
 

@@ -10,25 +10,26 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.accumulate import accumulate
 from cuflash.attention import flash_attention_backward, flash_attention_forward
-from cuflash.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from cuflash.cross_entropy import cross_entropy, cross_entropy_forward
 from cuflash.embedding import embedding_backward, embedding_forward
 from cuflash.fixes import Fix, as_fix
 from cuflash.gelu import gelu_backward, gelu_forward
-from cuflash.layernorm import layernorm_backward, layernorm_forward
+from cuflash.launch import empty, indices, on_gpu, storage
+from cuflash.layernorm import (layernorm_backward, layernorm_forward, residual_layernorm_backward,
+                               residual_layernorm_forward)
 from cuflash.linear import linear_backward, linear_forward
 from cuflash.philox import Key
 from cuflash.precision import Precision
-from cuflash.residual import residual_backward, residual_forward
-from cuflash.site_table import MODULES
+from cuflash.site_table import MODULES, NO_LAYER
 from cuflash.sites import Rounder, Watch
+from cuflash.watching import watched
 
 Params = dict[str, np.ndarray]
 
 # The last part of a parameter's name -> the module that scopes its sites.
 _MODULE = {"attn.c_attn": "c_attn", "mlp.c_fc": "c_fc"}
-# The layer number of modules outside the blocks, so that a scope like L0/ does not reach them.
-NO_LAYER = 0xFFFF
 # Stochastic rounding tells modules of one layer apart by this number, where attention has the head.
 _MODULE_ID = {module: i for i, module in enumerate(dict.fromkeys([*MODULES, "wpe"]))}
 
@@ -94,17 +95,23 @@ def init_params(config: GPTConfig, seed: int) -> Params:
 class GPT:
     """The model under one precision and fix.
 
+    Each LayerNorm takes the residual addition before it along, and so does its backward: one kernel on a GPU.
+
     Args:
         config: its shape.
-        params: as `init_params`; kept by reference, so an optimizer updates them in place.
+        params: as `init_params`; kept by reference, so an optimizer updates them in place. CuPy arrays run on
+            their GPU, and so does what they are given.
         precision: of every site. Under fp64 the parameters are taken to fp64.
         fix: of attention's row maximum.
+        grad_out: arrays that gradients are summed up in, by name; on a GPU.
     """
 
-    def __init__(self, config: GPTConfig, params: Params, precision: Precision, fix: Fix | str = "off") -> None:
-        self.config, self.precision, self.fix = config, precision, as_fix(fix)
+    def __init__(self, config: GPTConfig, params: Params, precision: Precision, fix: Fix | str = "off",
+                 grad_out: Params | None = None) -> None:
+        self.config, self.precision, self.fix, self.grad_out = config, precision, as_fix(fix), grad_out or {}
         self.dtype = np.float64 if precision.is_fp64 else np.float32
-        self.params = {name: p.astype(self.dtype, copy=False) for name, p in params.items()}
+        self.gpu = on_gpu(params["wte"])
+        self.params = params if self.gpu else {name: p.astype(self.dtype, copy=False) for name, p in params.items()}
         self.watch: Watch | None = None
         self._rounders: dict[tuple[str, int, str], Rounder] = {}
 
@@ -115,70 +122,82 @@ class GPT:
 
         key: seed, step and global index of the first sample, for stochastic rounding.
         """
+        idx = self._tokens(idx)
         x = embedding_forward(idx, self.params["wte"], self.params["wpe"], self._rnd("fwd", key, idx, module="wte"))
+        h, norm = layernorm_forward(x, *self._weights("h.0.ln_1"), self._rnd("fwd", key, idx, 0, "ln_1"),
+                                    operand=self._rnd("fwd", key, idx, 0, "c_attn"))
         blocks = []
         for i in range(self.config.n_layer):
-            x, saved = self._block_forward(x, idx, i, key)
-            blocks.append(saved)
-        x, ln_f = layernorm_forward(x, *self._weights("ln_f"), self._rnd("fwd", key, idx, module="ln_f"))
-        logits, head = linear_forward(x, self.params["wte"], None, self._rnd("fwd", key, idx, module="lm_head"),
+            x, h, after, saved = self._block_forward(x, h, idx, i, key)
+            blocks.append((norm, *saved))
+            norm = after
+        logits, head = linear_forward(h, self.params["wte"], None, self._rnd("fwd", key, idx, module="lm_head"),
                                       y_site="logits")
-        return logits, (idx, key, blocks, ln_f, head)
+        return logits, (idx, key, blocks, norm, head)
 
-    def _block_forward(self, x: np.ndarray, idx: np.ndarray, i: int, key: Key) -> tuple[np.ndarray, tuple[Any, ...]]:
-        def rnd(module: str) -> Rounder:
-            return self._rnd("fwd", key, idx, i, module)
+    def _block_forward(self, x: np.ndarray, h: np.ndarray, idx: np.ndarray, i: int,
+                       key: Key) -> tuple[np.ndarray, np.ndarray, Any, tuple[Any, ...]]:
+        """From the stream x and its ln_1 h to those of the next block: (x, h, what h's backward needs, the block's)."""
+        def rnd(module: str, layer: int = i) -> Rounder:
+            return self._rnd("fwd", key, idx, layer, module)
 
-        h, ln_1 = layernorm_forward(x, *self._weights(f"h.{i}.ln_1"), rnd("ln_1"))
         qkv, c_attn = linear_forward(h, *self._weights(f"h.{i}.attn.c_attn"), rnd("c_attn"))
-        q, k, v = (self._split_heads(part) for part in np.split(qkv, 3, axis=-1))
-        o, attn = flash_attention_forward(q, k, v, causal=True, precision=self.precision, fix=self.fix,
-                                          key=Key(key.seed, key.step, i, key.sample), watch=self.watch)
-        y, attn_proj = linear_forward(self._merge_heads(o), *self._weights(f"h.{i}.attn.c_proj"), rnd("attn.c_proj"))
-        x = residual_forward(x, y, rnd("attn.c_proj"))
-
-        h, ln_2 = layernorm_forward(x, *self._weights(f"h.{i}.ln_2"), rnd("ln_2"))
+        o, attn = flash_attention_forward(*self._split(qkv), causal=True, layout="bthd", precision=self.precision,
+                                          fix=self.fix, key=Key(key.seed, key.step, i, key.sample),
+                                          watch=None if self.gpu else self.watch)
+        self._show("fwd", "attn.o", i, key, o)
+        y, attn_proj = linear_forward(self._merge(o), *self._weights(f"h.{i}.attn.c_proj"), rnd("attn.c_proj"))
+        x, h, ln_2 = residual_layernorm_forward(x, y, *self._weights(f"h.{i}.ln_2"), rnd("attn.c_proj"), rnd("ln_2"),
+                                                operand=rnd("c_fc"))
         f, c_fc = linear_forward(h, *self._weights(f"h.{i}.mlp.c_fc"), rnd("c_fc"))
         f_format = rnd("c_fc").format("linear.y")
         h = gelu_forward(f, rnd("c_fc"), x_format=f_format)
         y, mlp_proj = linear_forward(h, *self._weights(f"h.{i}.mlp.c_proj"), rnd("mlp.c_proj"))
-        x = residual_forward(x, y, rnd("mlp.c_proj"))
-        return x, (ln_1, c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj)
+        last = i == self.config.n_layer - 1
+        name, *after = ("ln_f", rnd("ln_f", NO_LAYER), rnd("lm_head", NO_LAYER)) if last else (
+            f"h.{i + 1}.ln_1", rnd("ln_1", i + 1), rnd("c_attn", i + 1))
+        x, h, norm = residual_layernorm_forward(x, y, *self._weights(name), rnd("mlp.c_proj"), after[0], operand=after[1])
+        return x, h, norm, (c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj)
 
     # ---- loss, backward
 
     def loss(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0)) -> float:
         """Mean cross-entropy in nats."""
         logits, _ = self.forward(idx, key)
-        return cross_entropy_forward(logits, targets, self._rnd("fwd", key, idx, module="lm_head"))[0]
+        return float(cross_entropy_forward(logits, self._tokens(targets), self._rnd("fwd", key, idx, module="lm_head"))[0])
 
     def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *, grads: Params | None = None,
                        n_micro: int = 1) -> tuple[float, Params, list[Any]]:
         """Mean loss of a micro-batch, its gradients added to `grads`, and attention's counters by layer.
 
-        Gradients are those of the mean over n_micro such micro-batches.
+        Gradients are those of the mean over n_micro such micro-batches. On a GPU nothing waits: the loss is an
+        array of no axes.
         """
-        logits, (_, _, blocks, ln_f, head) = self.forward(idx, key)
-        loss, softmax = cross_entropy_forward(logits, targets, self._rnd("fwd", key, idx, module="lm_head"))
+        logits, (idx, _, blocks, ln_f, head) = self.forward(idx, key)
         stats = [saved[2].stats for saved in blocks]
         grads = {} if grads is None else grads
 
         rnd = self._rnd("bwd", key, idx, module="lm_head")
-        dlogits = cross_entropy_backward(softmax, logits.shape, 1 / (idx.size * n_micro), rnd)
-        dx, dwte, _ = linear_backward(dlogits, head, self.params["wte"], rnd, bias=False)
-        dx, *dw = layernorm_backward(dx, ln_f, self._rnd("bwd", key, idx, module="ln_f"), bias=self.config.bias)
+        loss, dlogits = cross_entropy(logits, self._tokens(targets), 1 / (idx.size * n_micro),
+                                      self._rnd("fwd", key, idx, module="lm_head"), rnd)
+        del logits
+        dh, dwte, _ = linear_backward(dlogits, head, self.params["wte"], rnd, bias=False)
+        del dlogits
+        dx, *dw = layernorm_backward(dh, ln_f, self._rnd("bwd", key, idx, module="ln_f"), bias=self.config.bias)
         self._add(grads, "ln_f", *dw)
+        dy = dx
         for i in reversed(range(self.config.n_layer)):
-            dx = self._block_backward(dx, blocks.pop(), idx, i, key, grads)
+            dx, dy = self._block_backward(dx, dy, blocks.pop(), idx, i, key, grads)
         dtokens, dwpe = embedding_backward(dx, idx, self.config.vocab_size, self.config.block_size)
-        for name, g in (("wte", dwte + dtokens), ("wpe", dwpe)):  # the head's share first
-            grads[name] = grads[name] + g if name in grads else g
+        for name, g in (("wte", accumulate(dtokens, dwte)), ("wpe", dwpe)):
+            grads[name] = accumulate(grads.get(name), g, self.grad_out.get(name))
         return loss, grads, stats
 
-    def _block_backward(self, dx: np.ndarray, saved: tuple[Any, ...], idx: np.ndarray, i: int, key: Key,
-                        grads: Params) -> np.ndarray:
-        def rnd(module: str) -> Rounder:
-            return self._rnd("bwd", key, idx, i, module)
+    def _block_backward(self, dx: np.ndarray, dy: np.ndarray, saved: tuple[Any, ...], idx: np.ndarray, i: int, key: Key,
+                        grads: Params) -> tuple[np.ndarray, np.ndarray]:
+        """From the gradient of the stream after the block to that before it, both also as operands of the next layer."""
+        def rnd(module: str, layer: int = i) -> Rounder:
+            return self._rnd("bwd", key, idx, layer, module)
 
         def linear(dy: np.ndarray, saved: Any, name: str) -> np.ndarray:
             module = _MODULE.get(name, name)
@@ -186,22 +205,23 @@ class GPT:
             self._add(grads, f"h.{i}.{name}", *dw)
             return dx
 
-        def layernorm(dy: np.ndarray, saved: Any, name: str) -> np.ndarray:
-            dx, *dw = layernorm_backward(dy, saved, rnd(name), bias=self.config.bias)
+        def layernorm(dx: np.ndarray, dh: np.ndarray, saved: Any, name: str,
+                      operand: Rounder | None) -> tuple[np.ndarray, np.ndarray]:
+            dx, dy, *dw = residual_layernorm_backward(dx, dh, saved, rnd(name), bias=self.config.bias, operand=operand)
             self._add(grads, f"h.{i}.{name}", *dw)
-            return dx
+            return dx, dy
 
         ln_1, c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj = saved
-        dh = linear(dx, mlp_proj, "mlp.c_proj")
+        dh = linear(dy, mlp_proj, "mlp.c_proj")
         dh = gelu_backward(dh, f, rnd("c_fc"), x_format=f_format)
-        dh = layernorm(linear(dh, c_fc, "mlp.c_fc"), ln_2, "ln_2")
-        dx = residual_backward(dx, dh, rnd("ln_2"))
+        dx, dy = layernorm(dx, linear(dh, c_fc, "mlp.c_fc"), ln_2, "ln_2", rnd("attn.c_proj"))
 
-        do = self._split_heads(linear(dx, attn_proj, "attn.c_proj"))
-        dq, dk, dv = flash_attention_backward(do, attn, watch=self.watch)
-        dqkv = np.concatenate([self._merge_heads(part) for part in (dq, dk, dv)], axis=-1)
-        dh = layernorm(linear(dqkv, c_attn, "attn.c_attn"), ln_1, "ln_1")
-        return residual_backward(dx, dh, rnd("ln_1"))
+        do = linear(dy, attn_proj, "attn.c_proj").reshape(attn.q.shape)
+        dqkv = self._empty_dqkv(attn.q.shape, i)
+        flash_attention_backward(do, attn, out=self._split(dqkv), watch=None if self.gpu else self.watch)
+        for site, d in zip(("attn.dq", "attn.dk", "attn.dv"), self._split(dqkv)):
+            self._show("bwd", site, i, key, d)
+        return layernorm(dx, linear(dqkv, c_attn, "attn.c_attn"), ln_1, "ln_1", rnd("mlp.c_proj", i - 1) if i else None)
 
     # ---- helpers
 
@@ -214,12 +234,24 @@ class GPT:
         module = module.removesuffix(".weight").removesuffix(".bias")
         return self._rnd("bwd", key, (), layer, _MODULE.get(module, module))
 
+    def _tokens(self, idx: np.ndarray) -> np.ndarray:
+        """Tokens where the parameters are."""
+        if not self.gpu or on_gpu(idx):
+            return idx
+        import cupy
+        return indices(cupy.asarray(np.asarray(idx, np.int32)))
+
+    def _show(self, direction: str, site: str, layer: int, key: Key, x: np.ndarray) -> None:
+        """Attention's results on a GPU to the watcher, who sees the sites inside on NumPy arrays alone."""
+        if self.gpu and self.watch is not None:
+            Rounder(self.precision, direction, layer, key=key, watch=self.watch)(site, x)
+
     def _rnd(self, direction: str, key: Key, idx: Sequence[Any] | np.ndarray, layer: int = NO_LAYER, module: str = "") -> Rounder:
         place = (direction, layer, module)
         if place not in self._rounders:
             self._rounders[place] = Rounder(self.precision, direction, layer, module, heads=(_MODULE_ID[module],))
         rnd = self._rounders[place]
-        rnd.key, rnd.watch, rnd.samples = key, self.watch, range(key.sample, key.sample + len(idx))
+        rnd.key, rnd.watch, rnd.samples = key, watched(self.watch), range(key.sample, key.sample + len(idx))
         return rnd
 
     def _weights(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
@@ -228,14 +260,24 @@ class GPT:
     def _add(self, grads: Params, name: str, dw: np.ndarray, db: np.ndarray | None) -> None:
         for full, g in ((f"{name}.weight", dw), (f"{name}.bias", db)):
             if g is not None:
-                grads[full] = grads[full] + g if full in grads else g
+                grads[full] = accumulate(grads.get(full), g, self.grad_out.get(full))
 
-    def _split_heads(self, x: np.ndarray) -> np.ndarray:
-        """(B, T, C) -> (B, H, T, D), a view."""
-        B, T, C = x.shape
-        return x.reshape(B, T, self.config.n_head, -1).transpose(0, 2, 1, 3)
+    def _split(self, qkv: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(B, T, 3C) -> q, k, v, each (B, T, H, D), views."""
+        B, T, C = *qkv.shape[:2], self.config.n_embd
+        return tuple(qkv[..., i * C:(i + 1) * C].reshape(B, T, self.config.n_head, -1) for i in range(3))
 
-    def _merge_heads(self, x: np.ndarray) -> np.ndarray:
-        """(B, H, T, D) in attention's own dtype -> (B, T, C)."""
-        B, H, T, D = x.shape
-        return x.transpose(0, 2, 1, 3).reshape(B, T, H * D).astype(self.dtype, copy=False)
+    def _merge(self, x: np.ndarray) -> np.ndarray:
+        """(B, T, H, D) in attention's own dtype -> (B, T, C)."""
+        x = x.reshape(*x.shape[:2], -1)
+        return x if self.gpu else x.astype(self.dtype, copy=False)
+
+    def _empty_dqkv(self, shape: tuple[int, ...], layer: int) -> np.ndarray:
+        """For dQ, dK and dV (B, T, 3C); on a GPU in their own dtype where they are alike."""
+        shape = (*shape[:2], 3 * self.config.n_embd)
+        if not self.gpu:
+            return np.empty(shape, self.dtype)
+        table = self.precision.sites_for("bwd", layer)
+        formats = {table[site].format for site in ("attn.dq", "attn.dk", "attn.dv")}
+        scoped = any(o.heads is not None for o in self.precision.overrides)
+        return empty(shape, storage(formats.pop()) if len(formats) == 1 and not scoped else np.float32)
