@@ -111,6 +111,7 @@ def flash_attention_forward(q: Any, k: Any, v: Any, *, causal: bool = False, sca
 
 
 def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | str | None = None,
+                             out: tuple[Any, Any, Any] | None = None,
                              watch: Watch | None = None) -> tuple[Any, Any, Any]:
     """Gradients of `flash_attention`.
 
@@ -118,6 +119,7 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
         do: gradient of O, O's shape, any float dtype.
         saved: from `flash_attention_forward`, or built by hand.
         precision: another precision for backward, taken whole; default the forward's.
+        out: arrays of the shapes of q, k, v for the results, of their dtypes or wider ones.
         watch: as in `flash_attention`.
 
     Returns:
@@ -136,9 +138,11 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
         if getattr(saved, name) is None:
             raise ValueError(f"saved.{name} is missing: p_bwd_from={p.p_bwd_from}, delta_from={p.delta_from} need it; "
                              f"run the forward under this precision, or pass {name}= to Saved")
+    for x, like, site in zip(out or (), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv")):
+        _check_out(x, like, _result_dtype(call, "bwd", site))
     if _on_gpu(saved.q):
-        return _backward_cuda(call, do, saved, watch)
-    return _backward_numpy(call, do, saved, watch)
+        return _backward_cuda(call, do, saved, out, watch)
+    return _backward_numpy(call, do, saved, out, watch)
 
 
 def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
@@ -307,7 +311,8 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
     return o, saved
 
 
-def _backward_numpy(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> tuple[Any, Any, Any]:
+def _backward_numpy(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
+                    watch: Watch | None) -> tuple[Any, Any, Any]:
     p = call.precision
     b, hq, tq, d = call.q.shape
     hk, tk = call.k.shape[1:3]
@@ -324,8 +329,8 @@ def _backward_numpy(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> 
         part = attention_backward.backward(_as_real(do[g], real), q, k, v, o_g, lse, m, l, rnd, call.shape, call.scale)
         dq[g], dk_head[g], dv_head[g] = part.dq, part.dk_head, part.dv_head
     dk, dv = (_sum_heads(x, call, site, watch) for x, site in ((dk_head, "attn.dk"), (dv_head, "attn.dv")))
-    return tuple(_restore(x, call, like.shape, _result_dtype(call, "bwd", site))
-                 for x, like, site in ((dq, saved.q, "attn.dq"), (dk, saved.k, "attn.dk"), (dv, saved.v, "attn.dv")))
+    return tuple(_restore(x, call, like.shape, _result_dtype(call, "bwd", site), to) for x, like, site, to in zip(
+        (dq, dk, dv), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv"), out or (None,) * 3))
 
 
 def _parts(call: _Call, direction: str, watch: Watch | None) -> Iterator[tuple[Rounder, Index, Index]]:
@@ -440,14 +445,17 @@ def _rows_contiguous(x: Any) -> Any:
     return x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else sys.modules["cupy"].ascontiguousarray(x)
 
 
-def _backward_cuda(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> tuple[Any, Any, Any]:
+def _backward_cuda(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
+                   watch: Watch | None) -> tuple[Any, Any, Any]:
     cupy = sys.modules["cupy"]
     p = call.precision
     if watch is not None:
         raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
     with saved.q.device:
-        results = tuple(cupy.empty(like.shape, _result_dtype(call, "bwd", site))
-                        for like, site in ((saved.q, "attn.dq"), (saved.k, "attn.dk"), (saved.v, "attn.dv")))
+        dtypes = [_result_dtype(call, "bwd", site) for site in ("attn.dq", "attn.dk", "attn.dv")]
+        wanted = out or (None,) * 3
+        results = tuple(x if x is not None and x.dtype == dtype and _in_place(x, call.layout) else cupy.empty(like.shape, dtype)
+                        for x, like, dtype in zip(wanted, (saved.q, saved.k, saved.v), dtypes))
         inputs = [_rows_contiguous(x) for x in (_heads_first(do, call.layout), call.q, call.k, call.v)]
         if p.delta_from == "o_fp32":
             o = _recomputed_o_cuda(call, *inputs[1:])
@@ -457,7 +465,10 @@ def _backward_cuda(call: _Call, do: Any, saved: Saved, watch: Watch | None) -> t
         attention_backward.launch_backward(*inputs, _rows_contiguous(o), *rows,
                                            *(_heads_first(x, call.layout) for x in results),
                                            p, call.shape, call.scale, call.key)
-    return results
+        for x, result in zip(wanted, results):
+            if x is not None and x is not result:
+                x[...] = result
+    return out or results
 
 
 def _recomputed_o_cuda(call: _Call, q: Any, k: Any, v: Any) -> Any:
