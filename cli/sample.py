@@ -18,5 +18,5 @@ def sample(run: str, step: int | None, prompt: str, tokens: int, temperature: fl
     with user_errors():
         model, header, _ = load_model(run, step)
         start = encode(prompt, header.tokens, header.model.vocab_size)
-    written = list(generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed))
+        written = list(generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed))
     click.echo(decode(start + written, header.tokens))

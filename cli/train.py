@@ -29,7 +29,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--schedule", str, "After warm-up: cosine or constant."),
     ("--weight-decay", float, "AdamW's, on matrices."),
     ("--beta1", float, "AdamW's.  [default: 0.9]"),
-    ("--beta2", float, "AdamW's.  [default: 0.95]"),
+    ("--beta2", float, "AdamW's."),
     ("--grad-clip", float, "Largest gradient norm; 0 never clips.  [default: 1]"),
     ("--seed", int, "Of weights and stochastic rounding.  [default: 1]"),
     ("--data-seed", int, "Of batches, a function of it and the step.  [default: 1]"),
@@ -39,10 +39,10 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--fix", str, "Of attention's row maximum: off, on, qiu-b2, qiu-b7, capped[:cap=…], FILE.py:NAME.  [default: off]"),
     ("--algorithm", str, "flash or plain."),
     ("--device", str, "auto, cpu or gpu.  [default: auto]"),
-    ("--eval-every", int, "Steps between losses on the validation text; 0 never.  [default: 0]"),
+    ("--eval-every", int, "Steps between losses on the validation text; 0 at the end alone.  [default: 0]"),
     ("--checkpoint-every", int, "Steps between checkpoints; 0 writes one at the end.  [default: 0]"),
     ("--keep", int, "Checkpoints kept, the last ones; 0 keeps all.  [default: 3]"),
-    ("--log-every", int, "Steps between lines of the log and of metrics.csv.  [default: 10]"),
+    ("--log-every", int, "Steps between lines of the log and of metrics.csv.  [default: 20]"),
 ]
 
 

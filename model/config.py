@@ -18,10 +18,10 @@ ALGORITHMS = ("flash", "plain")
 
 # Shape of each preset and how it is trained; nano takes about a minute on two CPU cores.
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 16, "steps": 1000, "lr": 6e-3,
-             "warmup_steps": 50, "weight_decay": 0.1, "schedule": "cosine"},
+    "nano": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 8, "steps": 1600, "lr": 4e-3,
+             "warmup_steps": 50, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
     "mini": {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 256, "batch_size": 16, "steps": 2000, "lr": 2e-3,
-             "warmup_steps": 100, "weight_decay": 0.1, "schedule": "cosine"},
+             "warmup_steps": 100, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
     # The scale at which low-precision training was seen to fail in minutes on one GPU.
     "study": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512, "batch_size": 32, "steps": 10000, "lr": 5e-3,
               "warmup_steps": 200, "weight_decay": 0.0, "schedule": "constant"},
@@ -144,7 +144,7 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
     options: dict[str, Any] = {
         "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "grad_accum": 1, "beta1": 0.9, "beta2": 0.95,
         "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (), "set": (), "fix": "off",
-        "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 10,
+        "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
     }
     for name in given:
         if name not in FIELDS:

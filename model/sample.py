@@ -30,6 +30,8 @@ def generate(model: GPT, prompt: list[int], count: int, *, temperature: float = 
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if not np.isfinite(logits).all():
+        raise ValueError("the model's logits are not finite under its precision, so there is nothing to draw from")
     if temperature == 0:
         return int(np.argmax(logits))
     if 0 < top_k < len(logits):

@@ -91,8 +91,8 @@ class Session:
         path = self.folder.path
         if stopped:
             return f"stopped at step {self.trainer.state.step}; cuflash train --resume --out {path} continues"
-        last = self.folder.metrics[-1]["loss"]
-        return (f"\nloss {last:.4f} nats a token; unigram entropy of the text {self.data.unigram_entropy():.4f}\n"
+        loss = self.folder.metrics[-1]["val_loss"]
+        return (f"\nvalidation loss {loss:.4f} nats a token; unigram entropy of the text {self.data.unigram_entropy():.4f}\n"
                 f"run in {path}: config.toml, metrics.csv, checkpoints; more text: cuflash sample {path}")
 
 

@@ -14,7 +14,7 @@ from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig
 from cuflash.model.data import Data, batch
 from cuflash.model.gpt import GPT, NO_LAYER, Params, init_params
-from cuflash.model.run import Metrics, Run
+from cuflash.model.run import METRICS, Metrics, Run
 from cuflash.philox import Key
 from cuflash.sites import Rounder
 
@@ -167,7 +167,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
     """
     c, state = trainer.config, trainer.state
     loss_z, norm_z = ZScore(state.losses), ZScore(state.norms)
-    metrics = Metrics(run.path / "metrics.csv", columns(c.n_layer), after=state.step if resumed else None)
+    metrics = Metrics(run.path / METRICS, columns(c.n_layer), after=state.step if resumed else None)
 
     def save() -> None:
         state.losses, state.norms = list(loss_z.values), list(norm_z.values)
@@ -187,7 +187,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
             if progress:
                 progress(state.step)
             last = state.step == c.steps
-            evaluated = c.eval_every and (state.step % c.eval_every == 0 or last)
+            evaluated = last or (c.eval_every and state.step % c.eval_every == 0)
             if state.step % c.log_every == 0 or last or evaluated:
                 ms = (time.perf_counter() - begun) * 1000 / (state.step - since)
                 row = _row(trainer, result, loss_z, norm_z, ms)

@@ -58,7 +58,7 @@ def test_a_run_from_start_to_text(here):
     assert fields[:4] == ["step", "loss", "norm", "lr"] and fields[-1] == "ties" and output[3].startswith("step 2/8 | loss ")
     run = Run(here / "runs" / "nano-bf16-paper-capped")
     assert [r["step"] for r in run.metrics] == [2, 4, 6, 8] and [s for s, _ in run.checkpoints()] == [8]
-    assert f"loss {run.metrics[-1]['loss']:.4f} nats a token; unigram entropy of the text" in output[-2]
+    assert f"validation loss {run.metrics[-1]['val_loss']:.4f} nats a token; unigram entropy of the text" in output[-2]
     stored = run.config
     assert stored["train"]["precision"] == "bf16" and stored["precision"]["sites"]["attn.s"] == "bf16"
     assert {"numpy", "blas", "numerics_version", "git_commit", "command", "device"} <= set(stored["environment"])
@@ -128,6 +128,24 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(here):
     assert contents(here / "whole") == contents(here / "cut")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminal")
+def test_in_a_terminal_lines_stand_above_a_bar(here):
+    import pty
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "6", "--out", "a", *TINY],
+                               stdout=theirs, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"})
+    os.close(theirs)
+    output = b""
+    try:
+        while block := os.read(ours, 4096):
+            output += block
+    except OSError:  # Linux's way to say that the other end has closed
+        pass
+    assert process.wait(timeout=60) == 0
+    text = output.decode(errors="replace")
+    assert "step 6/6 | loss" in text and "/6 [" in text and "step" in text.rsplit("/6 [", 1)[1]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT as a terminal does")
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(here):
     process = subprocess.Popen([sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "100000", "--out", "a", *TINY],
@@ -143,16 +161,16 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(here):
     assert step >= 4 and f"stopped at step {step}; cuflash train --resume --out a continues" in output
 
 
-def test_loss_falls_below_the_unigram_entropy():
-    """The model learns more than the frequencies of single bytes, in every precision."""
-    options = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32, "batch_size": 8, "data": "synthetic:words,size=50000",
-               "steps": 150, "lr": 1e-2, "warmup_steps": 10}
-    for precision in ("bf16", "bf16-fa2", "fp32"):
-        c = config.resolve(options | {"precision": precision, "fix": "on"})
-        d = data.load(c.data)
-        trainer = train.Trainer(c, d)
-        losses = [trainer.step().loss for _ in range(c.steps)]
-        assert np.mean(losses[-10:]) < d.unigram_entropy() - 0.3, precision
+@pytest.mark.parametrize("precision", ["bf16", "bf16-fa2", "fp16-fa2", "fp32"])
+def test_loss_falls_below_the_unigram_entropy(here, precision):
+    """A text of one sentence: half the entropy of its single bytes, and more, is soon learnt."""
+    (here / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 100)
+    c = config.resolve({"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 8, "data": "text", "steps": 80,
+                        "lr": 1e-2, "warmup_steps": 10, "precision": precision, "fix": "on"})
+    d = data.load(c.data)
+    trainer = train.Trainer(c, d)
+    losses = [trainer.step().loss for _ in range(c.steps)]
+    assert np.mean(losses[-10:]) < d.unigram_entropy() / 2
 
 
 # ---- what is not finite
@@ -190,6 +208,20 @@ def test_a_run_that_explodes_stops_and_keeps_the_state_before(here, monkeypatch)
     assert [s for s, _ in Run(here / "a").checkpoints()] == [2, 4, 5]
 
 
+def test_weights_that_are_not_finite_are_not_kept(here, monkeypatch):
+    step = train.Trainer.step
+
+    def late(self):
+        if self.state.step == 5:
+            self.state.params["wpe"][0] = np.nan
+        return step(self)
+
+    monkeypatch.setattr(train.Trainer, "step", late)
+    output = cuflash("train", "--steps", 8, "--out", "a", "--checkpoint-every", 2, *TINY, code=2)
+    assert "appeared at site fwd/wte/embed; the weights were so already, from the update before" in output
+    assert [s for s, _ in Run(here / "a").checkpoints()] == [2, 4]
+
+
 # ---- refusals
 
 @pytest.mark.parametrize("arguments,message", [
@@ -216,8 +248,8 @@ def test_bad_runs(here):
     cuflash("train", "--steps", 4, "--out", "a", *TINY)
     assert "holds a run already" in cuflash("train", "--steps", 4, "--out", "a", *TINY, code=2)
     assert "has its 4 steps already; a larger --steps goes on" in cuflash("train", "--resume", "--out", "a", code=2)
-    assert "--lr 0.006 -> 0.5" in cuflash("train", "--resume", "--out", "a", "--lr", 0.5, "--steps", 9, code=2).replace(
-        f"{config.PRESETS['nano']['lr']}", "0.006")
+    lr = config.PRESETS["nano"]["lr"]
+    assert f"--lr {lr} -> 0.5" in cuflash("train", "--resume", "--out", "a", "--lr", 0.5, "--steps", 9, code=2)
     assert "--n-embd 16 -> 32" in cuflash("train", "--resume", "--out", "a", "--n-embd", 32, code=2)
     with Run("a").lock():
         assert "run folder a is in use" in cuflash("train", "--resume", "--out", "a", "--steps", 9, code=2)
