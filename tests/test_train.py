@@ -131,9 +131,11 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(here):
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminal")
 def test_in_a_terminal_lines_stand_above_a_bar(here):
     import pty
+    import termios
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
     process = subprocess.Popen([sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "6", "--out", "a", *TINY],
-                               stdout=theirs, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"})
+                               stdout=theirs, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     os.close(theirs)
     output = b""
     try:
