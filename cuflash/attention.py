@@ -24,6 +24,7 @@ from cuflash.precision import Precision, as_precision, mode_named
 from cuflash.site_table import SITES
 from cuflash.sites import Rounder, Watch
 from cuflash.tiles import Shape
+from cuflash.watching import watched
 
 LAYOUTS = ("bhtd", "bthd")
 STATS = ("ties", "changed", "capped")  # what saved.stats counts, in rows
@@ -138,6 +139,7 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
         if getattr(saved, name) is None:
             raise ValueError(f"saved.{name} is missing: p_bwd_from={p.p_bwd_from}, delta_from={p.delta_from} need it; "
                              f"run the forward under this precision, or pass {name}= to Saved")
+    watch = watched(watch)
     for x, like, site in zip(out or (), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv")):
         _check_out(x, like, _result_dtype(call, "bwd", site))
     if _on_gpu(saved.q):
@@ -287,6 +289,7 @@ def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
 
 def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision | str | None,
              fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
+    watch = watched(watch)
     p = _default_precision(q) if precision is None else as_precision(precision)
     call = _call(q, k, v, causal, scale, p, fix, layout, key)
     if _on_gpu(q):

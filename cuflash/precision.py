@@ -185,7 +185,7 @@ class Precision:
             raise ValueError("l_from='rounded' has no meaning under algorithm='plain': P is rounded after it is divided by l")
         for name, rounding in self.table().items():
             if name in self.merged and rounding != Rounding():
-                raise ValueError(_merged_message(name, self))
+                raise ValueError(merged_message(name, self))
 
     def __hash__(self) -> int:
         return self._hash
@@ -244,7 +244,7 @@ class Precision:
         for override in map(Override.parse, texts):
             names = [n for n in override.names() if n not in self.merged]
             if not names:
-                raise ValueError(_merged_message(override.site, self))
+                raise ValueError(merged_message(override.site, self))
             if not override.scoped:
                 table.update((n, override.rounding) for n in names)
             if override.scoped or overrides:  # an unscoped one later than a scoped one must win over it
@@ -326,7 +326,7 @@ class Precision:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _merged_message(site: str, precision: Precision) -> str:
+def merged_message(site: str, precision: Precision) -> str:
     return (f"site {site} does not exist on its own under order={precision.order}, algorithm={precision.algorithm} "
             f"(it is merged into the next operation), so it can be neither rounded nor dumped")
 

@@ -95,6 +95,9 @@ PLAIN_MERGED = frozenset("attn." + s for s in (
     "dq_tile", "dk_tile", "dv_tile", "dq_acc", "dk_acc", "dv_acc"))
 FA2_MERGED = frozenset(name for name, site in SITES.items() if site.fa2 == "-")
 
+# The layer number of what lies in no layer, so that a scope like L0/ does not reach it.
+NO_LAYER = 0xFFFF
+
 # Modules of the transformer that a site can be scoped to (nanoGPT's names).
 MODULES = ("wte", "ln_1", "c_attn", "attn.c_proj", "ln_2", "c_fc", "mlp.c_proj", "ln_f", "lm_head")
 

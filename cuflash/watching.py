@@ -1,0 +1,42 @@
+"""A watch for all calls inside a `with` block, without passing it to each."""
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cuflash.sites import Watch
+
+_WATCHES: ContextVar[tuple["Watch", ...]] = ContextVar("watches", default=())
+
+
+@contextlib.contextmanager
+def watching(watch: "Watch") -> Iterator[None]:
+    """Every attention call and training step inside the block shows its roundings to `watch`, too."""
+    token = _WATCHES.set((*_WATCHES.get(), watch))
+    try:
+        yield
+    finally:
+        _WATCHES.reset(token)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside the block the watches of the blocks around it see nothing."""
+    token = _WATCHES.set(())
+    try:
+        yield
+    finally:
+        _WATCHES.reset(token)
+
+
+def watched(watch: "Watch | None") -> "Watch | None":
+    """The watch of a call: the one it was given together with those of the blocks around it; None if there is none."""
+    watches = _WATCHES.get() if watch is None else (*_WATCHES.get(), watch)
+    if len(watches) < 2:
+        return watches[0] if watches else None
+
+    def all_of_them(*args: Any) -> None:
+        for each in watches:
+            each(*args)
+    return all_of_them
