@@ -12,8 +12,8 @@ from cuflash.cli.main import UserError, user_errors
 MANY = {"multiple": True}
 # Option, type, what it is. Defaults come from the model's preset (cuflash/model/config.py).
 OPTIONS: list[tuple[str, Any, str]] = [
-    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of text, or .bin tokens "
-                    "of nanoGPT or llm.c.  [default: pydoc, the language reference that Python carries]"),
+    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of text, or "
+                    ".bin tokens of nanoGPT or llm.c.  [default: pydoc, the language reference of Python]"),
     ("--model", str, "nano, mini, study, gpt2, or a TOML file of n_layer … bias.  [default: nano]"),
     ("--n-layer", int, "Blocks."),
     ("--n-head", int, "Attention heads; divides n-embd."),
@@ -33,10 +33,12 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--grad-clip", float, "Largest gradient norm; 0 never clips.  [default: 1]"),
     ("--seed", int, "Of weights and stochastic rounding.  [default: 1]"),
     ("--data-seed", int, "Of batches, a function of it and the step.  [default: 1]"),
-    ("--precision", str, "fp32, fp64, bf16, bf16-fa2, fp16-fa2, bf16-stream, all-FORMAT, or a TOML file.  [default: bf16-fa2]"),
+    ("--precision", str, "fp32, fp64, bf16, bf16-fa2, fp16-fa2, bf16-stream, all-FORMAT, or a TOML file.  "
+                         "[default: bf16-fa2]"),
     ("--round", MANY, "[fwd/|bwd/][L1/][H0,6-8/][MODULE/]SITE=FORMAT[:MODE]; repeatable, later wins."),
     ("--set", MANY, "A switch: delta_from=p_dp, tile=128,128, accumulator=hopper, …; repeatable."),
-    ("--fix", str, "Of attention's row maximum: off, on, qiu-b2, qiu-b7, capped[:cap=…], FILE.py:NAME.  [default: off]"),
+    ("--fix", str, "Of attention's row maximum: off, on, qiu-b2, qiu-b7, capped[:cap=…], FILE.py:NAME.  "
+                   "[default: off]"),
     ("--algorithm", str, "flash or plain."),
     ("--device", str, "auto, cpu or gpu.  [default: auto]"),
     ("--eval-every", int, "Steps between losses on the validation text; 0 at the end alone.  [default: 0]"),
@@ -55,7 +57,7 @@ def _options(command: Any) -> Any:
 @click.command()
 @_options
 @click.option("--out", type=str, help="Run folder.  [default: runs/MODEL-PRECISION-FIX]")
-@click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint, bit for bit.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint, to the bit.")
 @click.option("--config", type=str, help="TOML of these options, as a run's config.toml; flags override it.")
 @click.option("--dry-run", is_flag=True, help="Print parameters, memory, FLOPs and time, and train nothing.")
 def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **flags: Any) -> None:
@@ -74,13 +76,14 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
                 click.echo(line)
             return
         run = session.resume(out, given, config) if resume else session.start(out, options, sys.argv[1:])
-    with run, _stop_on_ctrl_c() as stopped, _progress(run.trainer.state.step, run.config.steps) as (say, advance):
+    progress = _progress(run.trainer.state.step, run.config.steps)
+    with run, _stop_on_ctrl_c() as stopped, progress as (say, advance):
         try:
             run.train(say, advance, lambda: bool(stopped))
         except session.NonFinite as e:
             raise UserError(str(e)) from e
         except OSError as e:
-            raise UserError(f"{e}; the checkpoints before it are whole, and --resume --out {run.folder.path} continues") from e
+            raise UserError(f"{e}; --resume --out {run.folder.path} continues from the last checkpoint") from e
     click.echo(run.closing(bool(stopped)))
 
 
@@ -108,5 +111,6 @@ def _progress(step: int, steps: int) -> Iterator[tuple[Any, Any]]:
         yield (lambda text: print(text, flush=True)), None
         return
     from tqdm import tqdm
-    with tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout) as bar:
+    options = {"unit": "step", "dynamic_ncols": True, "leave": False, "file": sys.stdout}
+    with tqdm(total=steps, initial=step, **options) as bar:
         yield bar.write, lambda at: bar.update(at - bar.n)

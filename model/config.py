@@ -18,17 +18,17 @@ ALGORITHMS = ("flash", "plain")
 
 # Shape of each preset and how it is trained; nano takes about a minute on two CPU cores.
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 8, "steps": 1600, "lr": 4e-3,
-             "warmup_steps": 50, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
-    "mini": {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 256, "batch_size": 16, "steps": 2000, "lr": 2e-3,
-             "warmup_steps": 100, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
+    "nano": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 8, "steps": 1600,
+             "lr": 4e-3, "warmup_steps": 50, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
+    "mini": {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 256, "batch_size": 16, "steps": 2000,
+             "lr": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "beta2": 0.99, "schedule": "cosine"},
     # The scale at which low-precision training was seen to fail in minutes on one GPU.
-    "study": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512, "batch_size": 32, "steps": 10000, "lr": 5e-3,
-              "warmup_steps": 200, "weight_decay": 0.0, "schedule": "constant"},
+    "study": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512, "batch_size": 32, "steps": 10000,
+              "lr": 5e-3, "warmup_steps": 200, "weight_decay": 0.0, "schedule": "constant"},
     # arXiv 2510.04212's setting but for its batch, which is 32 × 15 there over several GPUs.
-    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50257, "bias": True,
-             "batch_size": 32, "steps": 600000, "lr": 6e-4, "warmup_steps": 2000, "weight_decay": 0.1,
-             "schedule": "cosine"},
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50257,
+             "bias": True, "batch_size": 32, "steps": 600000, "lr": 6e-4, "warmup_steps": 2000,
+             "weight_decay": 0.1, "schedule": "cosine"},
 }
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 # What --resume may change: nothing that training itself sees.
@@ -118,7 +118,7 @@ class TrainConfig:
         return {file: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in files}
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step 1, 2, …: linear warm-up, then cosine to min_lr at lr_decay_steps, or constant."""
+        """Of step 1, 2, …: linear warm-up, then constant, or a cosine to min_lr at lr_decay_steps."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
         if self.schedule == "constant":
@@ -133,7 +133,8 @@ class TrainConfig:
 
     def changed(self, other: "TrainConfig") -> list[str]:
         """Options that differ from those of another run and that a resume must keep."""
-        return [name for name, value in self.to_dict().items() if name not in RESUMABLE and getattr(other, name) != value]
+        return [name for name, value in self.to_dict().items()
+                if name not in RESUMABLE and getattr(other, name) != value]
 
 
 FIELDS = {f.name: f.type for f in dataclasses.fields(TrainConfig)}
@@ -142,14 +143,16 @@ FIELDS = {f.name: f.type for f in dataclasses.fields(TrainConfig)}
 def resolve(given: dict[str, Any]) -> TrainConfig:
     """Options that were given, over the model's preset, over the defaults."""
     options: dict[str, Any] = {
-        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "grad_accum": 1, "beta1": 0.9, "beta2": 0.95,
-        "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (), "set": (), "fix": "off",
+        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "grad_accum": 1, "beta1": 0.9,
+        "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (),
+        "set": (), "fix": "off",
         "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
     }
     for name in given:
         if name not in FIELDS:
             raise unknown("option", name, FIELDS)
-    options |= _preset(given.get("model", "nano")) | {name: _typed(name, value) for name, value in given.items()}
+    options |= _preset(given.get("model", "nano"))
+    options |= {name: _typed(name, value) for name, value in given.items()}
     options.setdefault("lr_decay_steps", options["steps"])
     options.setdefault("min_lr", options["lr"] / 10)
     options.setdefault("algorithm", as_precision(options["precision"]).algorithm)
@@ -196,8 +199,9 @@ def _typed(name: str, value: Any) -> Any:
     kind = FIELDS[name]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind == tuple[str, ...] and isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        return tuple(value)
-    if kind in (int, float, str, bool) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+    if kind == tuple[str, ...]:
+        if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise ValueError(f"option {name} must be {getattr(kind, '__name__', kind)}, got {value!r}")

@@ -33,26 +33,29 @@ class Data:
     sha256: str
 
     def check(self, vocab_size: int, block_size: int) -> None:
-        """ValueError where a token is outside the vocabulary or a part is shorter than a block and its targets."""
+        """ValueError for a token outside the vocabulary, or a part shorter than a block and its last target."""
         for part, tokens in (("training", self.train), ("validation", self.val)):
             if len(tokens) < block_size + 1:
-                raise ValueError(f"--data {self.name}: its {part} part has {len(tokens)} tokens, fewer than one block "
-                                 f"of {block_size} and its last target; give a longer text or a smaller --block-size")
+                raise ValueError(
+                    f"--data {self.name}: its {part} part has {len(tokens)} tokens, fewer than one block of "
+                    f"{block_size} and its last target; give a longer text or a smaller --block-size")
             for start, chunk in _chunks(tokens):
                 if chunk.max() >= vocab_size:
                     at = start + int(np.argmax(chunk >= vocab_size))
-                    raise ValueError(f"--data {self.name}: token {tokens[at]} at {at:,} of its {part} part is outside the "
-                                     f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); choose a model with a larger "
-                                     "vocab_size, as --model gpt2")
+                    raise ValueError(
+                        f"--data {self.name}: token {tokens[at]} at {at:,} of its {part} part is outside the "
+                        f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); choose a model with a larger "
+                        "vocab_size, as --model gpt2")
 
     def unigram_entropy(self) -> float:
-        """Entropy of the training tokens' frequencies, in nats: the loss of a model that knows nothing else."""
+        """Entropy of the training tokens' frequencies, nats: the loss of a model that knows nothing else."""
         counts = np.bincount(self.train[:ENTROPY_TOKENS])
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
 
-def batch(tokens: np.ndarray, block_size: int, samples: range, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(tokens: np.ndarray, block_size: int, samples: range, *, seed: int,
+          step: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (len(samples), block_size) of these samples of a step's batch.
 
     A sample's place in the text is a function of (seed, step, its number) alone, so neither the
@@ -68,8 +71,9 @@ def batch(tokens: np.ndarray, block_size: int, samples: range, *, seed: int, ste
 def load(spec: str) -> Data:
     """The data that `--data` names.
 
-    `pydoc` (the language reference that Python carries; synthetic text where it is missing), `synthetic:NAME,…`,
-    a text file, a folder of text, nanoGPT's or llm.c's .bin, or a folder with train.bin and val.bin.
+    `pydoc` (the language reference that Python carries; synthetic text where it is missing),
+    `synthetic:NAME,…`, a text file, a folder of text, nanoGPT's or llm.c's .bin, or a folder with
+    train.bin and val.bin.
 
     Raises:
         ValueError: no such file or generator, or a file that is not what its name says.
@@ -84,7 +88,8 @@ def load(spec: str) -> Data:
     if path.is_dir():
         return _folder(spec, path)
     if not path.is_file():
-        raise ValueError(f"--data {spec}: no such file or folder; valid too: {DEFAULT}, synthetic:{'|'.join(SYNTHETIC)}")
+        raise ValueError(f"--data {spec}: no such file or folder; valid too: {DEFAULT}, "
+                         f"synthetic:{'|'.join(SYNTHETIC)}")
     if path.stat().st_size == 0:
         raise ValueError(f"--data {spec}: the file is empty")
     if path.suffix == ".bin":
@@ -103,7 +108,8 @@ def _pydoc() -> Data:
 
 def _folder(spec: str, path: pathlib.Path) -> Data:
     """All files below a folder whose first kilobyte has no zero byte, by path, hidden ones left out."""
-    files = (f for f in path.rglob("*") if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts))
+    files = (f for f in path.rglob("*")
+             if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts))
     texts = [f.read_bytes() for f in sorted(files, key=lambda f: f.relative_to(path).as_posix())]
     texts = [t for t in texts if b"\0" not in t[:1024]]
     if not any(texts):
@@ -132,13 +138,13 @@ def _bin_tokens(spec: str, path: pathlib.Path) -> np.ndarray:
     if len(header) == LLMC_HEADER and int(header[0]) in LLMC:
         dtype, count = LLMC[int(header[0])], int(header[2])
         if header[1] != 1:
-            raise ValueError(f"--data {spec}: {path.name} is an llm.c file of version {header[1]}; only 1 is known")
+            raise ValueError(f"--data {spec}: {path.name}: llm.c file of version {header[1]}; only 1 is known")
         if size != 4 * LLMC_HEADER + count * np.dtype(dtype).itemsize:
-            raise ValueError(f"--data {spec}: {path.name} is cut short or damaged: its header counts {count:,} tokens, "
-                             f"its {size:,} bytes do not hold just those")
+            raise ValueError(f"--data {spec}: {path.name} is cut short or damaged: its header counts "
+                             f"{count:,} tokens, its {size:,} bytes do not hold just those")
         return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=4 * LLMC_HEADER)
     if size % 2:
-        raise ValueError(f"--data {spec}: {path.name} has an odd number of bytes, so it is not raw uint16 tokens")
+        raise ValueError(f"--data {spec}: {path.name} has an odd number of bytes: not raw uint16 tokens")
     return np.memmap(path, "<u2", mode="r")
 
 
@@ -192,7 +198,8 @@ def synthetic(spec: str) -> bytes:
     if repeat > 100:
         raise ValueError(f"--data {spec}: repeat is a percentage, 0 to 100, got {repeat}")
     if name == "bytes":
-        return _repeated(_random(seed, 0, size) & 0xFF, _random(seed, 1, size) % 100 < repeat).astype(np.uint8).tobytes()
+        values = _repeated(_random(seed, 0, size) & 0xFF, _random(seed, 1, size) % 100 < repeat)
+        return values.astype(np.uint8).tobytes()
 
     letters, shapes = _random(seed, 0, WORDS * 8).reshape(WORDS, 8), _random(seed, 1, WORDS)
     frequent = np.frombuffer(b"eeeeeetttttaaaaooooiiinnnsssrrhhddllcumwfgypbvk", np.uint8)

@@ -37,7 +37,8 @@ class Run:
         if path.exists() and not path.is_dir():
             raise ValueError(f"--out {path}: is a file, not a folder")
         if (path / CONFIG).exists():
-            raise ValueError(f"--out {path}: holds a run already; --resume continues it, another --out starts anew")
+            raise ValueError(
+                f"--out {path}: holds a run already; --resume continues it, another --out starts anew")
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_whole(path / CONFIG, lambda partial: partial.write_text(to_toml(config), encoding="utf-8"))
         return cls(path)
@@ -97,7 +98,7 @@ class Lock:
 
 
 class Metrics:
-    """Appends rows to metrics.csv. On resume, rows after the checkpoint's step (and a torn last line) go first."""
+    """Appends rows to metrics.csv. On resume, rows after the checkpoint's step (and a torn last line) go."""
 
     def __init__(self, path: pathlib.Path, columns: list[str], *, after: int | None = None) -> None:
         self.columns = columns
@@ -107,7 +108,7 @@ class Metrics:
                 lines = f.read().split("\r\n")[:-1]
             rows = list(csv.reader(lines))
             if not rows or rows[0] != columns:
-                raise ValueError(f"{path}: its columns are not those of this version, so it cannot be continued")
+                raise ValueError(f"{path}: its columns are not those of this version; it cannot be continued")
             kept += [row for row in rows[1:] if int(row[0]) <= after]
         text = io.StringIO()
         csv.writer(text).writerows(kept)

@@ -31,7 +31,7 @@ def generate(model: GPT, prompt: list[int], count: int, *, temperature: float = 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
     if not np.isfinite(logits).all():
-        raise ValueError("the model's logits are not finite under its precision, so there is nothing to draw from")
+        raise ValueError("the model's logits are not finite under its precision: nothing to draw from")
     if temperature == 0:
         return int(np.argmax(logits))
     if 0 < top_k < len(logits):
@@ -41,14 +41,14 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Gen
 
 
 def encode(text: str, kind: str, vocab_size: int) -> list[int]:
-    """The prompt's tokens: its bytes, or for GPT-2 tokens (of which cuflash has no dictionary) numbers, `1 2 3`."""
+    """The prompt's tokens: its bytes, or, for other tokens (of which there is no dictionary here), `1 2 3`."""
     if kind == "bytes":
         tokens = list(text.encode()) or [ord("\n")]
     else:
         try:
             tokens = [int(t) for t in text.split()] or [END_OF_TEXT if vocab_size > END_OF_TEXT else 0]
         except ValueError:
-            raise ValueError(f"--prompt {text!r}: this run's tokens are numbers; write them as 11 22 33") from None
+            raise ValueError(f"--prompt {text!r}: the tokens of this run are numbers, as 11 22 33") from None
     for t in tokens:
         if not 0 <= t < vocab_size:
             raise ValueError(f"--prompt: token {t} is outside the vocabulary of {vocab_size}")
@@ -70,7 +70,8 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> tuple[GPT, 
         if not found:
             raise ValueError(f"RUN {path}: has no checkpoint yet")
         if step is not None and step not in found:
-            raise ValueError(f"--step {step}: no such checkpoint in {path}; it has {', '.join(map(str, found))}")
+            raise ValueError(f"--step {step}: no such checkpoint in {path}; it has "
+                             f"{', '.join(map(str, found))}")
         path = found[max(found) if step is None else step]
     state, header = load(path, optimizer=False)
     precision = Precision.from_toml(header.precision)

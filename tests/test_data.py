@@ -119,7 +119,7 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the file is empty"):
         load(str(tmp_path / "empty.txt"))
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match="odd number of bytes, so it is not raw uint16"):
+    with pytest.raises(ValueError, match="odd number of bytes: not raw uint16"):
         load(str(tmp_path / "odd.bin"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "image").write_bytes(b"\0\1\2")

@@ -46,7 +46,7 @@ def test_prompts():
     assert encode("ab", "bytes", 256) == [97, 98] and encode("", "bytes", 256) == [10]
     assert encode("5 6", "tokens", 7) == [5, 6] and encode("", "tokens", 50257) == [50256] and encode("", "tokens", 7) == [0]
     assert decode([97, 255], "bytes") == "a�" and decode([5, 6], "tokens") == "5 6"
-    with pytest.raises(ValueError, match="tokens are numbers; write them as 11 22 33"):
+    with pytest.raises(ValueError, match="the tokens of this run are numbers, as 11 22 33"):
         encode("hello", "tokens", 7)
     with pytest.raises(ValueError, match="token 7 is outside the vocabulary of 7"):
         encode("7", "tokens", 7)
