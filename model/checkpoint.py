@@ -56,7 +56,7 @@ def save(path: pathlib.Path, state: State, header: Header) -> None:
         f.attrs["step"] = state.step
         for group, arrays in (("params", state.params), ("m", state.m), ("v", state.v)):
             for name, array in arrays.items():
-                f.create_dataset(f"{group}/{name}", data=array, fletcher32=True)
+                f.create_dataset(f"{group}/{name}", data=array if isinstance(array, np.ndarray) else array.get(), fletcher32=True)
         f["losses"], f["norms"] = np.array(state.losses), np.array(state.norms)
     write_whole(path, lambda partial: partial.write_bytes(image.getbuffer()))
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import NUMERICS_VERSION, __version__
+from cuflash import NUMERICS_VERSION, __version__, kernels
 from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
+from cuflash.model.gpu import device_name, refusal, use_gpu
 from cuflash.model.run import CONFIG, Run, next_free
 from cuflash.model.sample import decode, encode, generate
 from cuflash.model.train import NonFinite, Trainer, header, train
@@ -33,8 +34,7 @@ PROMPT = "The "
 def options(config: str | None, given: dict[str, Any]) -> TrainConfig:
     """Flags over --config over the model's preset over the defaults; ValueError for any that is not valid."""
     c = resolve((from_toml("--config", config) if config else {}) | given)
-    if c.device == "gpu":
-        raise ValueError("--device gpu: the transformer has no GPU path yet (attention alone runs there); valid now: auto, cpu")
+    use_gpu(c)
     return c
 
 
@@ -137,6 +137,8 @@ def heading(c: TrainConfig, data: Data) -> list[str]:
     precision = c.resolved_precision()
     auto = precision.accumulator == "auto"
     accumulator = "fp64" if precision.is_fp64 else "library (auto)" if auto else precision.accumulator
+    if auto and use_gpu(c):
+        accumulator = "the GPU's tensor core in attention, cuBLAS elsewhere (auto)"
     gpt = c.gpt()
     lines = [f"precision {precision.describe()} | fix {c.resolved_fix()} | accumulator {accumulator} | device {device(c)}",
              f"model {c.model}: {gpt.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
@@ -147,8 +149,9 @@ def heading(c: TrainConfig, data: Data) -> list[str]:
 
 
 def device(c: TrainConfig) -> str:
-    threads = f"cpu, {_cores()} cores"
-    return threads + (" (auto: the transformer has no GPU path yet)" if c.device == "auto" and _gpu_present() else "")
+    if use_gpu(c):
+        return f"gpu, {device_name()}"
+    return f"cpu, {_cores()} cores" + (f" (auto: {refusal(c)})" if c.device == "auto" and _gpu_present() else "")
 
 
 def dry_run(c: TrainConfig) -> list[str]:
@@ -159,12 +162,9 @@ def dry_run(c: TrainConfig) -> list[str]:
     peaks, seconds = [], []
     for count in (1, 2):
         trainer = Trainer(dataclasses.replace(c, batch_size=count, grad_accum=1), data)
-        tracemalloc.start()
-        trainer.step()
-        peaks.append(tracemalloc.get_traced_memory()[1] + kept)
-        tracemalloc.stop()
+        peaks.append(_peak(trainer, kept))
         begun = time.perf_counter()
-        trainer.step()
+        trainer.settled(trainer.step())
         seconds.append(time.perf_counter() - begun)
     memory = peaks[0] + (c.batch_size - 1) * max(0, peaks[1] - peaks[0])
     step_seconds = c.grad_accum * (seconds[0] + (c.batch_size - 1) * max(0, seconds[1] - seconds[0]))
@@ -174,6 +174,21 @@ def dry_run(c: TrainConfig) -> list[str]:
             f"memory about {memory / 2**30:.2f} GiB, weights, gradients and moments {kept * 4 / 3 / 2**30:.2f} of it",
             f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
             f"time about {step_seconds:.2g} s a step, {step_seconds * c.steps / 60:.2g} min in all"]
+
+
+def _peak(trainer: Trainer, kept: int) -> int:
+    """Bytes that a step needs at once, on the machine that it runs on."""
+    if trainer.gpu:
+        pool = kernels.import_cupy().get_default_memory_pool()
+        trainer.settled(trainer.step())
+        pool.free_all_blocks()  # what compiling and the first calls left
+        trainer.settled(trainer.step())
+        return pool.total_bytes()
+    tracemalloc.start()
+    trainer.step()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak + kept
 
 
 def _data(c: TrainConfig) -> Data:

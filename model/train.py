@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig
 from cuflash.model.data import Data, batch
 from cuflash.model.gpt import GPT, NO_LAYER, Params, init_params
+from cuflash.model.gpu import OnGpu, use_gpu
 from cuflash.model.run import METRICS, Metrics, Run
 from cuflash.philox import Key
 from cuflash.sites import Rounder
@@ -35,12 +37,25 @@ class NonFinite(Exception):
 
 @dataclass
 class StepResult:
-    """What a step gives; `rows` is (n_layer, 3): rows with ties, changed by the fix, limited by its cap."""
+    """What a step gives; on a GPU it lies there, until `Trainer.settled` brings it.
 
-    loss: float
-    norm: float
+    losses: of the micro-batches. rows: for each of them and each layer, rows with ties, changed by the fix,
+    limited by its cap.
+    """
+
+    losses: list[Any]
+    norm: Any
     lr: float
-    rows: np.ndarray
+    rows: list[list[Any]]
+
+    @property
+    def loss(self) -> float:
+        return sum(loss / len(self.losses) for loss in self.losses)
+
+    @property
+    def layer_rows(self) -> np.ndarray:
+        """(n_layer, 3)."""
+        return np.sum(np.array(self.rows), axis=0)
 
 
 class Trainer:
@@ -48,35 +63,57 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, data: Data, state: checkpoint.State | None = None) -> None:
         self.config, self.data = config, data
-        params = state.params if state else init_params(config.gpt(), config.seed)
-        self.model = GPT(config.gpt(), params, config.resolved_precision(), config.fix)
-        params = self.model.params
         if state is None:
-            zeros: list[Params] = [{name: np.zeros_like(p) for name, p in params.items()} for _ in range(2)]
-            state = checkpoint.State(0, params, *zeros)
+            params = init_params(config.gpt(), config.seed)
+            dtype = np.float64 if config.resolved_precision().is_fp64 else np.float32
+            state = checkpoint.State(0, *({name: (p if i == 0 else np.zeros_like(p)).astype(dtype) for name, p in params.items()}
+                                          for i in range(3)))
         self.state = state
+        self.gpu = OnGpu(config, state) if use_gpu(config) else None
+        self.model = GPT(config.gpt(), state.params, config.resolved_precision(), config.fix,
+                         self.gpu.g.arrays if self.gpu else None)
 
     def step(self) -> StepResult:
-        """One step: gradients of grad_accum micro-batches, clipping, AdamW.
+        """One step: gradients of grad_accum micro-batches, clipping, AdamW. A GPU is not waited for.
 
         Raises:
-            NonFinite: before anything has changed.
+            NonFinite: before anything has changed; on a GPU by `settled`.
         """
         c, state = self.config, self.state
-        loss, grads, rows = self._gradients()
+        losses, grads, rows = self._gradients()
+        lr = c.lr_at(state.step + 1)
+        if self.gpu:
+            state.step += 1
+            return StepResult(losses, self.gpu.update(self.model, losses, state.step, lr), lr, rows)
         with np.errstate(over="ignore", invalid="ignore"):
             norm = grad_norm(grads[name] for name in state.params)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFinite(self._describe_non_finite(loss, norm))
+        result = StepResult(losses, norm, lr, rows)
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            raise NonFinite(self._describe_non_finite())
         state.step += 1
-        lr = c.lr_at(state.step)
         clip = clip_factor(norm, c.grad_clip)
         key = Key(c.seed, state.step)
         for name, w in state.params.items():
             adamw_update(w, grads[name], state.m[name], state.v[name], self.model.rounder(name, key), step=state.step,
                          lr=lr, beta1=c.beta1, beta2=c.beta2, clip=clip,
                          weight_decay=c.weight_decay if w.ndim > 1 else 0.0)
-        return StepResult(loss, norm, lr, rows)
+        return result
+
+    def settled(self, result: StepResult) -> StepResult:
+        """The result on the host, once the GPU has done its step.
+
+        Raises:
+            NonFinite: that step's or an earlier one's loss or norm was not finite; nothing has changed since, and
+                `state.step` is the one before.
+        """
+        if self.gpu is None:
+            return result
+        if failed := self.gpu.take_failed():
+            self.state.step = failed - 1
+            raise NonFinite(self._describe_non_finite())
+        import cupy
+        rows = cupy.stack([cupy.stack(layers) for layers in result.rows]).get()
+        return StepResult([float(loss) for loss in result.losses], float(result.norm), result.lr, list(rows))
 
     def evaluate(self) -> float:
         """Mean loss of EVAL_BATCHES fixed batches of the validation text."""
@@ -85,27 +122,26 @@ class Trainer:
                   for i in range(EVAL_BATCHES)]
         return sum(losses) / len(losses)
 
-    def _gradients(self) -> tuple[float, Params, np.ndarray]:
+    def _gradients(self) -> tuple[list[Any], Params, list[list[Any]]]:
+        """Losses of the micro-batches, the sum of their gradients, counters of each one's layers."""
         c, step = self.config, self.state.step + 1
         grads: Params = {}
-        loss, rows = 0.0, np.zeros((c.n_layer, len(COUNTERS)), np.int64)
+        losses, rows = [], []
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # step() looks for what is not finite
             for i in range(c.grad_accum):
                 samples = self._samples(i)
                 x, y = batch(self.data.train, c.block_size, samples, seed=c.data_seed, step=step)
-                micro_loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
-                                                                     grads=grads, n_micro=c.grad_accum)
-                loss += micro_loss / c.grad_accum
-                rows += np.stack(stats)
-        return loss, grads, rows
+                loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
+                                                               grads=grads, n_micro=c.grad_accum)
+                losses.append(loss)
+                rows.append(stats)
+        return losses, grads, rows
 
     def _samples(self, micro: int) -> range:
         return range(micro * self.config.batch_size, (micro + 1) * self.config.batch_size)
 
-    def _describe_non_finite(self, loss: float, norm: float) -> str:
+    def _describe_non_finite(self) -> str:
         """Repeats the step, which has changed nothing yet, with a watcher that finds the first such value."""
-        what = "loss" if not math.isfinite(loss) else "gradient norm"
-        value = loss if what == "loss" else norm
         found: list[str] = []
 
         def watch(rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
@@ -114,9 +150,13 @@ class Trainer:
 
         self.model.watch = watch
         try:
-            self._gradients()
+            losses, grads, _ = self._gradients()
         finally:
             self.model.watch = None
+        what, value = "loss", sum(float(loss) / len(losses) for loss in losses)
+        if math.isfinite(value):
+            with np.errstate(over="ignore", invalid="ignore"):
+                what, value = "gradient norm", self.gpu.norm() if self.gpu else grad_norm(grads[n] for n in self.state.params)
         first = f"at site {found[0]}" if found else "in no site's value, so in a sum of finite ones"
         return f"step {self.state.step + 1}: {what} is {value}; the first value that is not finite appeared {first}"
 
@@ -179,6 +219,12 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
         while state.step < c.steps:
             try:
                 result = trainer.step()
+                last, stopping = state.step == c.steps, stop()
+                evaluated = last or (c.eval_every and state.step % c.eval_every == 0)
+                logged = state.step % c.log_every == 0 or evaluated
+                saved = last or stopping or (c.checkpoint_every and state.step % c.checkpoint_every == 0)
+                if logged or saved:
+                    result = trainer.settled(result)
             except NonFinite as e:
                 if not all(np.isfinite(p).all() for p in state.params.values()):
                     raise NonFinite(f"{e}; the weights were so already, from the update before") from e
@@ -186,9 +232,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                 raise NonFinite(f"{e}; the state before that step is kept in {run.checkpoint_path(state.step)}") from e
             if progress:
                 progress(state.step)
-            last = state.step == c.steps
-            evaluated = last or (c.eval_every and state.step % c.eval_every == 0)
-            if state.step % c.log_every == 0 or last or evaluated:
+            if logged:
                 ms = (time.perf_counter() - begun) * 1000 / (state.step - since)
                 row = _row(trainer, result, loss_z, norm_z, ms)
                 if evaluated:
@@ -196,8 +240,7 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                 metrics.write({k: f"{v:.1f}" if k in ("ms", "tokens_per_s") else v for k, v in row.items()})
                 say(line(row, c.steps))
                 since, begun = state.step, time.perf_counter()
-            stopping = stop()
-            if last or stopping or (c.checkpoint_every and state.step % c.checkpoint_every == 0):
+            if saved:
                 save()
             if stopping:
                 return
@@ -211,8 +254,8 @@ def _row(trainer: Trainer, result: StepResult, loss_z: ZScore, norm_z: ZScore, m
     row: dict[str, float] = {"step": trainer.state.step, "loss": result.loss, "loss_z": loss_z.add(result.loss),
                              "norm": result.norm, "norm_z": norm_z.add(result.norm), "lr": result.lr,
                              "rows": tokens * c.n_head * c.n_layer}
-    row |= {counter: int(n) for counter, n in zip(COUNTERS, result.rows.sum(axis=0))}
-    row |= {f"{counter}_L{i}": int(n) for i, layer in enumerate(result.rows) for counter, n in zip(COUNTERS, layer)}
+    row |= {counter: int(n) for counter, n in zip(COUNTERS, result.layer_rows.sum(axis=0))}
+    row |= {f"{counter}_L{i}": int(n) for i, layer in enumerate(result.layer_rows) for counter, n in zip(COUNTERS, layer)}
     return row | {"ms": ms, "tokens_per_s": tokens * 1000 / ms}
 
 
