@@ -12,7 +12,7 @@ from cuflash.cli.main import UserError, user_errors
 MANY = {"multiple": True}
 # Option, type, what it is. Defaults come from the model's preset (cuflash/model/config.py).
 OPTIONS: list[tuple[str, Any, str]] = [
-    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of text, or "
+    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of it, or "
                     ".bin tokens of nanoGPT or llm.c.  [default: pydoc, the language reference of Python]"),
     ("--model", str, "nano, mini, study, gpt2, or a TOML file of n_layer … bias.  [default: nano]"),
     ("--n-layer", int, "Blocks."),
@@ -57,7 +57,7 @@ def _options(command: Any) -> Any:
 @click.command()
 @_options
 @click.option("--out", type=str, help="Run folder.  [default: runs/MODEL-PRECISION-FIX]")
-@click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint, to the bit.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint.")
 @click.option("--config", type=str, help="TOML of these options, as a run's config.toml; flags override it.")
 @click.option("--dry-run", is_flag=True, help="Print parameters, memory, FLOPs and time, and train nothing.")
 def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **flags: Any) -> None:
@@ -83,7 +83,7 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
         except session.NonFinite as e:
             raise UserError(str(e)) from e
         except OSError as e:
-            raise UserError(f"{e}; --resume --out {run.folder.path} continues from the last checkpoint") from e
+            raise UserError(f"{e}; --resume --out {run.folder.path} continues from its last one") from e
     click.echo(run.closing(bool(stopped)))
 
 

@@ -33,7 +33,7 @@ class Data:
     sha256: str
 
     def check(self, vocab_size: int, block_size: int) -> None:
-        """ValueError for a token outside the vocabulary, or a part shorter than a block and its last target."""
+        """ValueError for a token outside the vocabulary, or a part shorter than a block and one target."""
         for part, tokens in (("training", self.train), ("validation", self.val)):
             if len(tokens) < block_size + 1:
                 raise ValueError(
@@ -138,7 +138,7 @@ def _bin_tokens(spec: str, path: pathlib.Path) -> np.ndarray:
     if len(header) == LLMC_HEADER and int(header[0]) in LLMC:
         dtype, count = LLMC[int(header[0])], int(header[2])
         if header[1] != 1:
-            raise ValueError(f"--data {spec}: {path.name}: llm.c file of version {header[1]}; only 1 is known")
+            raise ValueError(f"--data {spec}: {path.name}: llm.c file of version {header[1]}; known is 1")
         if size != 4 * LLMC_HEADER + count * np.dtype(dtype).itemsize:
             raise ValueError(f"--data {spec}: {path.name} is cut short or damaged: its header counts "
                              f"{count:,} tokens, its {size:,} bytes do not hold just those")

@@ -41,7 +41,7 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Gen
 
 
 def encode(text: str, kind: str, vocab_size: int) -> list[int]:
-    """The prompt's tokens: its bytes, or, for other tokens (of which there is no dictionary here), `1 2 3`."""
+    """The prompt's tokens: its bytes, or, for other tokens (there is no dictionary here), `1 2 3`."""
     if kind == "bytes":
         tokens = list(text.encode()) or [ord("\n")]
     else:

@@ -13,7 +13,9 @@ def rounder(precision: str = "fp64", direction: str = "fwd", **scope: object) ->
     return Rounder(Precision.named(precision), direction, **scope)
 
 
-def assert_gradient(loss: Callable[[], float], x: np.ndarray, dx: np.ndarray, *, entries: int = 40, seed: int = 0) -> None:
+def assert_gradient(
+    loss: Callable[[], float], x: np.ndarray, dx: np.ndarray, *, entries: int = 40, seed: int = 0
+) -> None:
     """dx is the gradient of loss() by x, which loss reads anew each time; some entries of x are tried.
 
     A central difference with step h is wrong by about h²·f'''/6 and eps·f/h: both below 1e-9 here
@@ -30,7 +32,12 @@ def assert_gradient(loss: Callable[[], float], x: np.ndarray, dx: np.ndarray, *,
         flat[i] = kept - STEP
         below = loss()
         flat[i] = kept
-        assert abs((above - below) / (2 * STEP) - dx.reshape(-1)[i]) < bound, (i, above, below, dx.reshape(-1)[i])
+        assert abs((above - below) / (2 * STEP) - dx.reshape(-1)[i]) < bound, (
+            i,
+            above,
+            below,
+            dx.reshape(-1)[i],
+        )
 
 
 class Watcher:

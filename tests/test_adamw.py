@@ -25,7 +25,9 @@ def scalar_adamw(w: float, gradients: list[float], lr: float, beta1: float, beta
     return w
 
 
-@pytest.mark.parametrize("precision,bound", [("fp64", 1e-14), ("fp32", 2e-6)])  # 20 steps of about 12 roundings
+@pytest.mark.parametrize(
+    "precision,bound", [("fp64", 1e-14), ("fp32", 2e-6)]
+)  # 20 steps of about 12 roundings
 def test_it_is_the_algorithm(precision, bound):
     rng = np.random.default_rng(7)
     rnd = rounder(precision, "bwd")

@@ -15,8 +15,14 @@ HEADER = checkpoint.Header(MODEL, Precision.named("bf16").to_toml(), "off", 1, "
 
 def state(step: int = 7) -> checkpoint.State:
     params = init_params(MODEL, 1)
-    return checkpoint.State(step, params, {n: p + 1 for n, p in params.items()}, {n: p + 2 for n, p in params.items()},
-                            [3.5, 0.1], [1.0])
+    return checkpoint.State(
+        step,
+        params,
+        {n: p + 1 for n, p in params.items()},
+        {n: p + 2 for n, p in params.items()},
+        [3.5, 0.1],
+        [1.0],
+    )
 
 
 @pytest.fixture
@@ -61,15 +67,24 @@ def edit(path, change) -> None:
         change(f)
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda f: f.attrs.pop("format"), "an HDF5 file, but not 'cuflash checkpoint 1'"),
-    (lambda f: f.attrs.__setitem__("header", f.attrs["header"].replace('"numerics_version": 1', '"numerics_version": 99')),
-     "written under numerics version 99, this is 1"),
-    (lambda f: f.attrs.__setitem__("header", f.attrs["header"].replace('"n_embd": 8', '"n_embd": 16')),
-     r"params/wte has shape \(11, 8\), its model says \(11, 16\)"),
-    (lambda f: f.attrs.__setitem__("header", "{}"), "checkpoint .*model"),
-    (lambda f: f.pop("params/wpe"), "damaged, cut short or not HDF5 .*wpe"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda f: f.attrs.pop("format"), "an HDF5 file, but not 'cuflash checkpoint 1'"),
+        (
+            lambda f: f.attrs.__setitem__(
+                "header", f.attrs["header"].replace('"numerics_version": 1', '"numerics_version": 99')
+            ),
+            "written under numerics version 99, this is 1",
+        ),
+        (
+            lambda f: f.attrs.__setitem__("header", f.attrs["header"].replace('"n_embd": 8', '"n_embd": 16')),
+            r"params/wte has shape \(11, 8\), its model says \(11, 16\)",
+        ),
+        (lambda f: f.attrs.__setitem__("header", "{}"), "checkpoint .*model"),
+        (lambda f: f.pop("params/wpe"), "damaged, cut short or not HDF5 .*wpe"),
+    ],
+)
 def test_a_foreign_file(path, change, message):
     edit(path, change)
     with pytest.raises(ValueError, match=message):

@@ -23,7 +23,13 @@ def test_a_models_file(tmp_path):
     path = tmp_path / "wide.toml"
     path.write_text('preset = "mini"\nn_embd = 96\nn_head = 2\nbias = true\nvocab_size = 300\n')
     c = resolve({"model": str(path), "n_head": 4})
-    assert (c.n_embd, c.n_head, c.bias, c.vocab_size, c.n_layer) == (96, 4, True, 300, PRESETS["mini"]["n_layer"])
+    assert (c.n_embd, c.n_head, c.bias, c.vocab_size, c.n_layer) == (
+        96,
+        4,
+        True,
+        300,
+        PRESETS["mini"]["n_layer"],
+    )
     path.write_text("n_embed = 96\n")
     with pytest.raises(ValueError, match="unknown key in .*wide.toml 'n_embed': did you mean 'n_embd'"):
         resolve({"model": str(path)})
@@ -47,7 +53,14 @@ def test_options_from_a_file(tmp_path):
 
 
 def test_precision_takes_algorithm_then_switches_then_roundings():
-    c = resolve({"precision": "bf16", "algorithm": "plain", "set": ("delta_from=p_dp",), "round": ("attn=fp32", "attn.s=bf16")})
+    c = resolve(
+        {
+            "precision": "bf16",
+            "algorithm": "plain",
+            "set": ("delta_from=p_dp",),
+            "round": ("attn=fp32", "attn.s=bf16"),
+        }
+    )
     p = c.resolved_precision()
     assert p.algorithm == "plain" and p.delta_from == "p_dp"
     assert (p.table()["attn.s"].format, p.table()["attn.o"].format) == ("bf16", "fp32")
@@ -66,7 +79,9 @@ def test_user_files_are_hashed(tmp_path):
 
 
 def test_warm_up_and_cosine():
-    c = resolve({"lr": 1.0, "min_lr": 0.2, "warmup_steps": 4, "lr_decay_steps": 12, "steps": 20, "schedule": "cosine"})
+    c = resolve(
+        {"lr": 1.0, "min_lr": 0.2, "warmup_steps": 4, "lr_decay_steps": 12, "steps": 20, "schedule": "cosine"}
+    )
     assert [c.lr_at(s) for s in (1, 2, 4)] == [0.25, 0.5, 1.0]
     assert c.lr_at(8) == pytest.approx(0.6) and c.lr_at(12) == c.lr_at(20) == 0.2
     assert c.lr_at(6) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)

@@ -81,7 +81,7 @@ def test_llmcs_bin_is_told_by_its_magic(tmp_path, magic, dtype):
         load(str(path))
     header[1] = 7
     path.write_bytes(header.tobytes() + tokens.tobytes())
-    with pytest.raises(ValueError, match="llm.c file of version 7; only 1 is known"):
+    with pytest.raises(ValueError, match="llm.c file of version 7; known is 1"):
         load(str(path))
 
 
@@ -97,7 +97,9 @@ def test_a_batch_is_a_function_of_seed_step_and_sample():
 
 def test_windows_cover_the_whole_text_and_stay_in_it():
     tokens = np.arange(20)
-    starts = {int(start) for step in range(60) for start in batch(tokens, 4, range(8), seed=1, step=step)[0][:, 0]}
+    starts = {
+        int(start) for step in range(60) for start in batch(tokens, 4, range(8), seed=1, step=step)[0][:, 0]
+    }
     assert starts == set(range(16))  # 20 − 4 places, and 480 draws miss one of 16 with chance below 1e-12
 
 
@@ -133,7 +135,10 @@ def test_tokens_outside_the_vocabulary_and_short_texts(tmp_path, monkeypatch):
     tokens[300] = 999
     tokens.tofile(tmp_path / "t.bin")
     d = load(str(tmp_path / "t.bin"))
-    with pytest.raises(ValueError, match=r"token 999 at 300 of its training part is outside the vocabulary of 256 \(0 to 255\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"token 999 at 300 of its training part is outside the vocabulary of 256 \(0 to 255\)",
+    ):
         d.check(256, 8)
     d.check(1000, 8)
     with pytest.raises(ValueError, match="its validation part has 100 tokens, fewer than one block of 100"):

@@ -16,7 +16,11 @@ def test_value_and_gradient_in_fp64():
     y = gelu_forward(x, rounder())
     exact = np.array([[v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in row] for row in x])
     assert (np.abs(y - exact) < 4 * np.spacing(np.abs(x))).all()  # Φ ≤ 1 carries three roundings
-    assert_gradient(lambda: float((dy * gelu_forward(x, rounder())).sum()), x, gelu_backward(dy, x, rounder(direction="bwd")))
+    assert_gradient(
+        lambda: float((dy * gelu_forward(x, rounder())).sum()),
+        x,
+        gelu_backward(dy, x, rounder(direction="bwd")),
+    )
 
 
 @pytest.mark.parametrize("format,dtype", [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)])
@@ -25,14 +29,18 @@ def test_the_table_has_the_bits_of_the_sequence(format, dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     x = x[np.isfinite(x)]
     dy = np.ones_like(x)
-    for table, sequence in ((gelu_forward(x, rounder("fp32"), x_format=format), gelu_forward(x, rounder("fp32"))),
-                            (gelu_backward(dy, x, rounder("fp32", "bwd"), x_format=format),
-                             gelu_backward(dy, x, rounder("fp32", "bwd")))):
+    for table, sequence in (
+        (gelu_forward(x, rounder("fp32"), x_format=format), gelu_forward(x, rounder("fp32"))),
+        (
+            gelu_backward(dy, x, rounder("fp32", "bwd"), x_format=format),
+            gelu_backward(dy, x, rounder("fp32", "bwd")),
+        ),
+    ):
         assert np.array_equal(table, sequence, equal_nan=True)
 
 
 def test_fp32_agrees_with_fp64():
-    """erf and exp are within 2 ulp and Φ ≤ 1, so y = x·Φ is within a few ulp of x (not of y, where Φ vanishes)."""
+    """erf and exp are within 2 ulp and Φ ≤ 1, so y = x·Φ is within a few ulp of x (not of y)."""
     x = np.linspace(-12, 12, 20001, dtype=np.float32)
     exact = gelu_forward(x.astype(np.float64), rounder())
     assert (np.abs(gelu_forward(x, rounder("fp32")) - exact) <= 4 * np.spacing(np.abs(x)) + 1e-38).all()

@@ -66,7 +66,9 @@ def test_the_accumulator_is_the_precisions(accumulator, precision):
     format = fwd.format("linear.x")
     named = "sequential" if precision == "fp32" and accumulator in ("hopper", "ampere") else accumulator
     rows, dys = fwd("linear.x", x).reshape(6, 8), bwd("linear.dy", dy).reshape(6, 5)
-    assert np.array_equal(y.reshape(6, 5), fwd("linear.y", dot_fp32(rows, fwd("linear.w", w).T, None, named, format, format)))
+    assert np.array_equal(
+        y.reshape(6, 5), fwd("linear.y", dot_fp32(rows, fwd("linear.w", w).T, None, named, format, format))
+    )
     assert np.array_equal(dw, bwd("linear.dw", dot_fp32(dys.T, rows, None, named, format, format)))
 
 

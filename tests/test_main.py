@@ -12,9 +12,11 @@ from cuflash.cli.main import COMMANDS, main, user_errors
 
 
 def test_help_lists_the_commands_and_imports_none_of_them():
-    code = ("import sys; from click.testing import CliRunner; from cuflash.cli.main import main; "
-            "print(CliRunner().invoke(main, ['--help']).output); "
-            "print([m for m in sys.modules if m in ('numpy', 'h5py', 'cupy') or m.startswith('cuflash.model')])")
+    code = (
+        "import sys; from click.testing import CliRunner; from cuflash.cli.main import main; "
+        "print(CliRunner().invoke(main, ['--help']).output); "
+        "print([m for m in sys.modules if m in ('numpy', 'h5py', 'cupy') or m.startswith('cuflash.model')])"
+    )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name in output and line in output for name, (_, line) in COMMANDS.items())
     assert output.rstrip().endswith("[]")

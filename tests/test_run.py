@@ -8,7 +8,14 @@ import pytest
 
 from cuflash.model.run import Metrics, Run, next_free, to_toml, write_whole
 
-CONFIG = {"steps": 3, "lr": 1e-3, "bias": False, "name": 'a "b"\\\n', "list": ["x", "y"], "train": {"a b": 1, "sub": {"attn.s": "fp32"}}}
+CONFIG = {
+    "steps": 3,
+    "lr": 1e-3,
+    "bias": False,
+    "name": 'a "b"\\\n',
+    "list": ["x", "y"],
+    "train": {"a b": 1, "sub": {"attn.s": "fp32"}},
+}
 
 
 def test_toml_reads_back():
@@ -18,7 +25,9 @@ def test_toml_reads_back():
 def test_a_run_is_made_once(tmp_path):
     run = Run.create(tmp_path / "r", CONFIG)
     assert run.config == CONFIG and Run(tmp_path / "r").config == CONFIG
-    with pytest.raises(ValueError, match="holds a run already; --resume continues it, another --out starts anew"):
+    with pytest.raises(
+        ValueError, match="holds a run already; --resume continues it, another --out starts anew"
+    ):
         Run.create(tmp_path / "r", CONFIG)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file, not a folder"):
@@ -85,7 +94,11 @@ def test_metrics_grow_by_lines_and_resume_after_a_step(tmp_path):
     assert path.read_bytes() == whole
     Run.create(tmp_path, CONFIG)
     rows = Run(tmp_path).metrics
-    assert [row["step"] for row in rows] == [10, 20, 30] and rows[0]["loss"] == 10 / 3 and math.isnan(rows[0]["val_loss"])
+    assert (
+        [row["step"] for row in rows] == [10, 20, 30]
+        and rows[0]["loss"] == 10 / 3
+        and math.isnan(rows[0]["val_loss"])
+    )
     with pytest.raises(ValueError, match="its columns are not those of this version"):
         Metrics(path, ["step"], after=20)
 

@@ -44,7 +44,11 @@ def test_top_k_and_temperature_shape_the_draw():
 
 def test_prompts():
     assert encode("ab", "bytes", 256) == [97, 98] and encode("", "bytes", 256) == [10]
-    assert encode("5 6", "tokens", 7) == [5, 6] and encode("", "tokens", 50257) == [50256] and encode("", "tokens", 7) == [0]
+    assert (
+        encode("5 6", "tokens", 7) == [5, 6]
+        and encode("", "tokens", 50257) == [50256]
+        and encode("", "tokens", 7) == [0]
+    )
     assert decode([97, 255], "bytes") == "a�" and decode([5, 6], "tokens") == "5 6"
     with pytest.raises(ValueError, match="the tokens of this run are numbers, as 11 22 33"):
         encode("hello", "tokens", 7)
@@ -62,14 +66,22 @@ def test_the_command(tmp_path, monkeypatch):
         return result.output
 
     assert "has no checkpoint yet" in sample("r", code=2)
-    header = checkpoint.Header(CONFIG, Precision.named("bf16").round("L0/attn.s=fp32").to_toml(), "capped:cap=60", 1, "", "bytes")
+    header = checkpoint.Header(
+        CONFIG, Precision.named("bf16").round("L0/attn.s=fp32").to_toml(), "capped:cap=60", 1, "", "bytes"
+    )
     params = init_params(CONFIG, 1)
     for step in (3, 9):
         checkpoint.save(run.checkpoint_path(step), checkpoint.State(step, params, params, params), header)
     gpt, _, step = load_model("r")
-    assert step == 9 and gpt.precision == Precision.from_toml(header.precision) and str(gpt.fix) == "capped:beta=2,cap=60"
+    assert (
+        step == 9
+        and gpt.precision == Precision.from_toml(header.precision)
+        and str(gpt.fix) == "capped:beta=2,cap=60"
+    )
     text = sample("r", "--prompt", "xy", "--tokens", "5", code=0)
-    assert text.startswith("xy") and text == sample("r/checkpoints/step_00000009.h5", "--prompt", "xy", "--tokens", "5", code=0)
+    assert text.startswith("xy") and text == sample(
+        "r/checkpoints/step_00000009.h5", "--prompt", "xy", "--tokens", "5", code=0
+    )
     assert "--step 4: no such checkpoint in r; it has 3, 9" in sample("r", "--step", "4", code=2)
     assert "no such run folder or checkpoint" in sample("nowhere", code=2)
     assert "is not a run folder" in sample(".", code=2)
