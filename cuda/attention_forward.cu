@@ -8,14 +8,16 @@
 // KEYS, is the numeric tile where registers hold it; a longer tile is gone through twice (three times for
 // `plain`, and for fixes with a tolerance), first for its maximum.
 //
-// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
+// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), AHEAD (S of the next tile is computed
+// meanwhile), BLOCKS (at least, of an SM);
 // SPLIT, the number of blocks that share the columns of O; IN, OUT, dtypes (float, bf16, fp16); DIRECT, whether
 // q, k, v are operands as they lie; COUNT, whether ties are counted.
 #include "arrays.cuh"
 #include "functions.cuh"
 
 constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, zeros beyond the head dim
-constexpr int V_COLUMNS = (COLUMNS / 16 + SPLIT - 1) / SPLIT * 16;  // of a block
+constexpr int UNIT = WARPGROUP ? 64 : 16;           // columns of a panel; of two fragments
+constexpr int V_COLUMNS = (COLUMNS + UNIT * SPLIT - 1) / (UNIT * SPLIT) * UNIT;  // of a block
 constexpr int THREADS = 32 * WARPS, BLOCK_ROWS = ROWS * WARPS;
 constexpr int M = ROWS / 16, R = 2 * M;             // fragments of 16 rows; rows of a thread
 constexpr int N = KEYS / 8, C = V_COLUMNS / 8;      // fragments of 8 columns: of S, of O
@@ -105,9 +107,14 @@ struct Rows {
                 for (int e = 0; e < 4; e++) o[i][j][e] = 0;
     }
 
-    // S of the keys from k0 on, rounded and scaled; -Inf where masked and from k1 on.
-    __forceinline__ void scores(float (&s)[M][N][4], unsigned k_shared, int k0, int k1) {
+    // S = QKᵀ; a warpgroup only begins it.
+    __forceinline__ void multiply(float (&s)[M][N][4], unsigned k_shared) const {
         product_rows<product_s, QTile, KTile, COLUMNS>(s, q_shared, k_shared);
+    }
+
+    // S of the keys from k0 on, rounded and scaled; -Inf where masked and from k1 on.
+    __forceinline__ void scores(float (&s)[M][N][4], int k0, int k1) const {
+        product_wait(s);
 #pragma unroll
         for (int i = 0; i < M; i++)
 #pragma unroll
@@ -222,19 +229,21 @@ struct Rows {
         }
     }
 
-    // P̄ of a row at its site; adds this thread's columns to `sum` in ascending order. Under `fa2` the first of a
-    // tile scales the sum by alpha, in one rounding; 1 is no scaling.
-    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int r, int k0, float alpha,
-                               float& sum) const {
+    // P̄ of fragments j0 to j1 at its site; adds this thread's columns of each row to its sum in ascending order.
+    // Under `fa2` the first of a tile scales the sum by alpha, in one rounding; 1 is no scaling.
+    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int k0, const float (&alpha)[R],
+                               float (&sum)[R], int j0 = 0, int j1 = N) const {
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float2 x = probabilities(s, r, j, k0);
-            put(w, r, j, x, k0);
-            const int e = r % 2 * 2;
-            const float first = l_from_rounded ? w.value(r / 2, j, e) : x.x;
-            sum = order_fa2 && j == 0 ? __fmaf_rn(sum, alpha, first) : sum + first;
-            sum += l_from_rounded ? w.value(r / 2, j, e + 1) : x.y;
-        }
+        for (int j = j0; j < j1; j++)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                const float2 x = probabilities(s, r, j, k0);
+                put(w, r, j, x, k0);
+                const int e = r % 2 * 2;
+                const float first = l_from_rounded ? w.value(r / 2, j, e) : x.x;
+                sum[r] = order_fa2 && j == 0 ? __fmaf_rn(sum[r], alpha[r], first) : sum[r] + first;
+                sum[r] += l_from_rounded ? w.value(r / 2, j, e + 1) : x.y;
+            }
     }
 
     // l after the tile: `sum` is this thread's of the tile under `eager`.
@@ -248,9 +257,10 @@ struct Rows {
         return at(row(2 * i + e / 2), first + column(j, e % 2));
     }
 
-    // O, scaled by alpha, and the tile's product.
+    // O, scaled by alpha, and the tile's product. A −0, which a tensor core never gives, becomes +0.
     __forceinline__ float joined(float o, float alpha, float pv, const At& here) const {
-        if constexpr (order_fa2) return rnd<attn_o_acc>(pv, here) + 0.f;
+        if constexpr (order_fa2 && attn_o_acc::is_fp32 && !product_pv::sequential) return pv;
+        else if constexpr (order_fa2) return rnd<attn_o_acc>(pv, here) + 0.f;
         else return rnd<attn_o_acc>(rnd<attn_o_scaled>(alpha * o, here) + rnd<attn_pv>(pv, here), here) + 0.f;
     }
 
@@ -272,7 +282,7 @@ struct Rows {
 
     // Adds a tile's P̄V to O, a few columns at a time.
     __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R], int first) {
-        constexpr int B = WARPGROUP ? (order_fa2 ? C : 8) : C % 4 == 0 ? 4 : 2;
+        constexpr int B = WARPGROUP ? 8 : C % 4 == 0 ? 4 : 2;
 #pragma unroll
         for (int j0 = 0; j0 < C; j0 += B) {
             float pv[M][B][4];
@@ -376,45 +386,7 @@ inline void publish() {
     __syncthreads();
 }
 
-#include "attention_forward_long.cuh"
-
-// Numeric tiles that are executed at once, the next one on its way meanwhile.
-void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
-    const int count = (end + KEYS - 1) / KEYS, tk = rows.shape.tk;
-    auto load = [&](int step) {
-        const int k0 = (order_fa2 ? count - 1 - step : step) * KEYS, k1 = min(k0 + KEYS, tk);
-        const unsigned to = shared + step % STAGES * (KTile::bytes + VTile::bytes);
-        heads.load_keys(to, k0, k1);
-        heads.load_values(to + KTile::bytes, k0, k1);
-        copy_commit();
-    };
-    if (count > 0) load(0);
-    for (int step = 0; step < count; step++) {
-        const int j = order_fa2 ? count - 1 - step : step, k0 = j * KEYS;
-        copy_wait<0>();
-        publish();
-        if (STAGES == 2 && step + 1 < count) load(step + 1);
-        if (k0 < rows.end) {
-            const unsigned k_shared = shared + step % STAGES * (KTile::bytes + VTile::bytes);
-            rows.at.tile = j;
-            float s[M][N][4], alpha[R];
-            Weights<product_pv, M, N> w;
-            rows.scores(s, k_shared, k0, min(k0 + KEYS, tk));
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-                alpha[r] = rows.move(r, rows.new_maximum(s, r));
-                float sum = order_fa2 ? rows.l[r] : 0.f;
-                rows.weigh(w, s, r, k0, alpha[r], sum);
-                rows.add_row_sum(r, sum);
-            }
-            rows.add_values(w, k_shared + KTile::bytes, alpha, heads.first);
-        }
-        if (STAGES == 1 && step + 1 < count) {
-            __syncthreads();
-            load(step + 1);
-        }
-    }
-}
+#include "attention_forward_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -437,7 +409,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(
     const int leader = WARPGROUP ? row0 - threadIdx.x / 32 % 4 * ROWS : row0;  // first row of what multiplies together
     Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * QTile::row};
     rows.clear();
-    if constexpr (one_chunk) short_tiles(rows, heads, q_shared + QTile::bytes, key_end(q1 - 1));
-    else long_tiles<order_fa2 || algorithm_plain>(rows, heads, q_shared + QTile::bytes, q1, key_end(q1 - 1), first);
+    const unsigned tiles_shared = q_shared + QTile::bytes;
+    if constexpr (one_chunk && AHEAD) ahead_tiles(rows, heads, tiles_shared, key_end(q1 - 1));
+    else if constexpr (one_chunk) short_tiles(rows, heads, tiles_shared, key_end(q1 - 1));
+    else long_tiles<order_fa2 || algorithm_plain>(rows, heads, tiles_shared, q1, key_end(q1 - 1), first);
     rows.finish(b, head, first);
 }

@@ -46,7 +46,8 @@ inline void fma4(float& c, float4 a, float4 b) {
     c = __fmaf_rn(a.w, b.w, c);
 }
 
-// c (16M × 8N) = A·Bᵀ: A 16M rows of the tile SharedA, from `a` on (of a warpgroup, its 64), B the tile SharedB at `b`.
+// c (16M × 8N) = A·Bᵀ: A 16M rows of the tile SharedA, from `a` on (of a warpgroup, its 64), B the tile SharedB at
+// `b`. A warpgroup only begins it: c, A and B are its own until product_wait.
 template <class P, class SharedA, class SharedB, int K, int M, int N>
 inline void product_rows(float (&c)[M][N][4], unsigned a, unsigned b) {
     constexpr int stride = SharedA::row;
@@ -72,8 +73,6 @@ inline void product_rows(float (&c)[M][N][4], unsigned a, unsigned b) {
             else wgmma<P::operand>(d, da, db);
         }
         wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(d);
 #endif
     } else if constexpr (P::half) {
         a += lane % 16 * stride + lane / 16 * 16;
@@ -139,6 +138,14 @@ inline void product_rows(float (&c)[M][N][4], unsigned a, unsigned b) {
     }
 }
 
+template <int M, int N>
+inline void product_wait(float (&c)[M][N][4]) {
+#if WARPGROUP
+    wgmma_wait<0>();
+    wgmma_hold(reinterpret_cast<float(&)[4 * N]>(c));
+#endif
+}
+
 // A fragment C of 16M × 8N as the A operand of a second product: packed in pairs for 16 bits, else fp32.
 template <class P, int M, int N>
 struct Weights {
@@ -151,31 +158,41 @@ struct Weights {
     }
 };
 
+// A warpgroup's c += W·B below in steps of 16 rows of B: fence, begin each step, commit, product_wait. W's
+// registers of a step are its own until then, too.
+template <class P, class Shared, int M, int N, int C>
+inline void begin_step(float (&c)[M][C][4], const Weights<P, M, N>& w, unsigned b, int first, int k) {
+#if WARPGROUP
+    constexpr int together = C % 16 == 0 ? 16 : 8;  // fragments of 8 columns in a wgmma
+    static_assert(M == 1 && C % together == 0);
+    const unsigned x[4] = {w.x[0][2 * k][0], w.x[0][2 * k][1], w.x[0][2 * k + 1][0], w.x[0][2 * k + 1][1]};
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < C; j += together) {
+        const unsigned from = b + (first / 8 + j) / 8 * Shared::panel + k * 2048;
+        wgmma<P::operand, true>(reinterpret_cast<float(&)[4 * together]>(c[0][j]), x,
+                                matrix_descriptor(from, Shared::panel, 1024, Swizzle::b128));
+    }
+#endif
+}
+
+template <int M, int C>
+inline void end_steps(float (&c)[M][C][4]) {
+#if WARPGROUP
+    wgmma_commit();
+    product_wait(c);
+#endif
+}
+
 // c (16M × 8C) += W·B: B 8N rows of the tile Shared at `b`, of which c takes 8C columns from `first` on, C even.
 template <class P, class Shared, int M, int N, int C>
 inline void product_columns(float (&c)[M][C][4], const Weights<P, M, N>& w, unsigned b, int first) {
     constexpr int stride = Shared::row;
     const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (WARPGROUP) {
-#if WARPGROUP
-        constexpr int together = C % 16 == 0 ? 16 : 8;  // fragments of 8 columns in a wgmma
-        float(&d)[4 * C] = reinterpret_cast<float(&)[4 * C]>(c);
-        wgmma_hold(d);
-        wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < C; j += together) {
-            float(&part)[4 * together] = reinterpret_cast<float(&)[4 * together]>(c[0][j]);
-            const auto db = matrix_descriptor(b + (first / 8 + j) / 8 * Shared::panel, Shared::panel, 1024, Swizzle::b128);
-#pragma unroll
-            for (int k = 0; k < N / 2; k++) {
-                const unsigned x[4] = {w.x[0][2 * k][0], w.x[0][2 * k][1], w.x[0][2 * k + 1][0], w.x[0][2 * k + 1][1]};
-                wgmma<P::operand, true>(part, x, db + k * (2048 / 16));
-            }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(d);
-#endif
+        for (int k = 0; k < N / 2; k++) begin_step<P, Shared>(c, w, b, first, k);
+        end_steps(c);
     } else if constexpr (P::half) {
         b += lane % 16 * stride + lane / 16 * 16 + first * 2;
 #pragma unroll

@@ -109,7 +109,7 @@ def names(pattern: str, *files: str) -> set[str]:
 
 def test_table_reference_and_kernel_name_the_same_sites():
     table = {name for name, site in SITES.items() if name.startswith("attn.") and site.direction != "bwd"}
-    kernel = names(r"\battn_(\w+)", "cuda/attention_forward.cu", "cuda/attention_forward_long.cuh")
+    kernel = names(r"\battn_(\w+)", "cuda/attention_forward.cu", "cuda/attention_forward_tiles.cuh")
     reference = names(r"rnd\(\"attn\.(\w+)", "cuflash/attention_forward.py")
     assert kernel == table
     assert reference == table

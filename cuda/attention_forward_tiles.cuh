@@ -1,6 +1,114 @@
-// Forward over numeric tiles that are longer than what a block executes at once, and `plain`: their keys are
-// gone through for the maximum, then again for the rest. Part of attention_forward.cu.
+// How a block walks over the numeric tiles of keys: at once, by warpgroups, or in parts. Part of attention_forward.cu.
 #pragma once
+
+// What a tile whose S is in registers adds to l and O.
+inline void add_tile(Rows& rows, float (&s)[M][N][4], unsigned v_shared, int j, int first) {
+    const int k0 = j * KEYS;
+    rows.at.tile = j;
+    float alpha[R], sum[R];
+    Weights<product_pv, M, N> w;
+    rows.scores(s, k0, min(k0 + KEYS, rows.shape.tk));
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        alpha[r] = rows.move(r, rows.new_maximum(s, r));
+        sum[r] = order_fa2 ? rows.l[r] : 0.f;
+    }
+    if constexpr (WARPGROUP && (order_fa2 || C <= 16)) {
+        // Each 16 keys of P̄ go to the tensor core while the next are on their way.
+        float pv[M][C][4];
+        rows.each_output(first, [&](float& o, int i, int c, int e, const At& here) {
+            pv[i][c][e] = rows.start(o, alpha[2 * i + e / 2], here);
+        });
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) {
+            rows.weigh(w, s, k0, alpha, sum, 2 * k, 2 * k + 2);
+            begin_step<product_pv, VTile>(pv, w, v_shared, 0, k);
+        }
+        end_steps(pv);
+        rows.each_output(first, [&](float& o, int i, int c, int e, const At& here) {
+            o = rows.joined(o, alpha[2 * i + e / 2], pv[i][c][e], here);
+        });
+    } else {
+        rows.weigh(w, s, k0, alpha, sum);
+        rows.add_values(w, v_shared, alpha, first);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) rows.add_row_sum(r, sum[r]);
+}
+
+// The number of the tile at a step.
+inline int tile_at(int step, int count) { return order_fa2 ? count - 1 - step : step; }
+
+// Tiles executed at once, the next one on its way meanwhile.
+void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
+    const int count = (end + KEYS - 1) / KEYS;
+    auto load = [&](int step) {
+        const int k0 = tile_at(step, count) * KEYS, k1 = min(k0 + KEYS, rows.shape.tk);
+        const unsigned to = shared + step % STAGES * (KTile::bytes + VTile::bytes);
+        heads.load_keys(to, k0, k1);
+        heads.load_values(to + KTile::bytes, k0, k1);
+        copy_commit();
+    };
+    if (count > 0) load(0);
+    for (int step = 0; step < count; step++) {
+        const int j = tile_at(step, count);
+        copy_wait<0>();
+        publish();
+        if (STAGES == 2 && step + 1 < count) load(step + 1);
+        if (j * KEYS < rows.end) {
+            const unsigned k_shared = shared + step % STAGES * (KTile::bytes + VTile::bytes);
+            float s[M][N][4];
+            rows.multiply(s, k_shared);
+            add_tile(rows, s, k_shared + KTile::bytes, j, heads.first);
+        }
+        if (STAGES == 1 && step + 1 < count) {
+            __syncthreads();
+            load(step + 1);
+        }
+    }
+}
+
+// The same for warpgroups, and the next tile's S is on its way, too: tensor cores work during exp. All rows of
+// the block are of one numeric query tile, so that no branch around wgmma depends on the warp.
+void ahead_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
+    const int count = (end + KEYS - 1) / KEYS;
+    const unsigned v_shared = shared + 2 * KTile::bytes;
+    auto k0 = [&](int step) { return tile_at(step, count) * KEYS; };
+    auto load_keys = [&](int step) {
+        if (step < count) heads.load_keys(shared + step % 2 * KTile::bytes, k0(step), min(k0(step) + KEYS, rows.shape.tk));
+    };
+    auto load_values = [&](int step) {
+        if (step < count) heads.load_values(v_shared + step % 2 * VTile::bytes, k0(step), min(k0(step) + KEYS, rows.shape.tk));
+        copy_commit();
+    };
+    auto multiply = [&](float (&s)[M][N][4], int step) {
+        if (step < count) rows.multiply(s, shared + step % 2 * KTile::bytes);
+    };
+    auto add = [&](float (&s)[M][N][4], float (&next)[M][N][4], int step) {
+        // Here all warps are done with S of this step and P̄V of the last, whose buffers are loaded again.
+        copy_wait<0>();
+        publish();
+        load_keys(step + 2);
+        load_values(step + 1);
+        multiply(next, step + 1);
+        add_tile(rows, s, v_shared + step % 2 * VTile::bytes, tile_at(step, count), heads.first);
+    };
+    float s[2][M][N][4];
+    load_keys(0);
+    copy_commit();
+    load_keys(1);
+    load_values(0);
+    copy_wait<1>();
+    publish();
+    multiply(s[0], 0);
+    product_wait(s[0]);
+    for (int step = 0; step < count; step += 2) {
+        add(s[0], s[1], step);
+        if (step + 1 < count) add(s[1], s[0], step + 1);
+    }
+}
+
+// ---- tiles longer than KEYS, and `plain`: gone through for the maximum, then again for the rest
 
 // Brings keys k0 to k0 + KEYS, those of V too where asked, to shared memory; zeros from k1 on.
 template <bool values>
@@ -23,7 +131,8 @@ void long_maximum(Rows& rows, const Heads& heads, unsigned shared, int k0, int k
     for (int chunk = k0; chunk < min(k1, seen); chunk += KEYS) {
         load_chunk<false>(rows, heads, shared, chunk, k1);
         if (!visits) continue;
-        rows.scores(s, shared, chunk, k1);
+        rows.multiply(s, shared);
+            rows.scores(s, chunk, k1);
 #pragma unroll
         for (int r = 0; r < R; r++) {
             const float x = rows.maximum(s, r, r_m[r]);
@@ -41,7 +150,8 @@ void long_maximum(Rows& rows, const Heads& heads, unsigned shared, int k0, int k
         for (int chunk = k0; chunk < min(k1, seen); chunk += KEYS) {
             load_chunk<false>(rows, heads, shared, chunk, k1);
             if (!visits) continue;
-            rows.scores(s, shared, chunk, k1);
+            rows.multiply(s, shared);
+            rows.scores(s, chunk, k1);
 #pragma unroll
             for (int r = 0; r < R; r++) n[r] += rows.count_ties(s, r, r_m[r]);
         }
@@ -58,7 +168,8 @@ void plain_row_sum(Rows& rows, const Heads& heads, unsigned shared, int seen) {
     for (int r = 0; r < R; r++) sum[r] = 0;
     for (int chunk = 0; chunk < seen; chunk += KEYS) {
         load_chunk<false>(rows, heads, shared, chunk, rows.shape.tk);
-        rows.scores(s, shared, chunk, rows.shape.tk);
+        rows.multiply(s, shared);
+        rows.scores(s, chunk, rows.shape.tk);
 #pragma unroll
         for (int r = 0; r < R; r++)
 #pragma unroll
@@ -125,11 +236,16 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
             if (!visits) continue;
             float s[M][N][4];
             Weights<product_pv, M, N> w;
-            rows.scores(s, shared, chunk, k1);
+            rows.multiply(s, shared);
+            rows.scores(s, chunk, k1);
+            if constexpr (algorithm_plain) {
 #pragma unroll
-            for (int r = 0; r < R; r++) {
-                if constexpr (algorithm_plain) plain_weigh(rows, w, s, r, chunk);
-                else rows.weigh(w, s, r, chunk, chunk == k0 ? alpha[r] : 1.f, sum[r]);
+                for (int r = 0; r < R; r++) plain_weigh(rows, w, s, r, chunk);
+            } else {
+                float scaled[R];
+#pragma unroll
+                for (int r = 0; r < R; r++) scaled[r] = chunk == k0 ? alpha[r] : 1.f;
+                rows.weigh(w, s, chunk, scaled, sum);
             }
             if constexpr (in_place) product_columns<product_pv, VTile>(rows.o, w, shared + KTile::bytes, 0);
             else product_columns<product_pv, VTile>(pv, w, shared + KTile::bytes, 0);
