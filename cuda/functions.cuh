@@ -1,8 +1,7 @@
 // exp, exp2, log, rsqrt, erf, tanh as fixed sequences of fp32 operations: the twin of cuflash/functions.py,
 // step for step, so that both give the same bits (numerics, section 6). Constants are compared by a test.
 //
-// Multiplications and additions stand alone, except where a product is exact: then a fused step rounds no
-// differently, and each such place says why.
+// Multiplications and additions stand alone, and exp and exp2 alone are fused.
 #pragma once
 
 namespace functions {
@@ -13,8 +12,9 @@ constexpr float LN2 = 0.6931472f;
 // ln 2 = high + low in two 16-bit pieces, so that n·high and n·low are exact for |n| < 256.
 constexpr float LN2_HIGH = 0.69314575f;
 constexpr float LN2_LOW = 1.4286197e-06f;
-// e^r = 1 + (r + r²·q(r)) for |r| <= ln 2 / 2
-constexpr float EXP_Q[] = {0.49999994f, 0.16666521f, 0.041668388f, 0.008368717f, 0.0013814628f};
+// e^r = 1 + r·p(r) for |r| <= ln 2 / 2, and 2^r for |r| <= 1/2
+constexpr float EXP_P[] = {1.0f, 0.49999994f, 0.16666521f, 0.041668266f, 0.008368677f, 0.0013820734f};
+constexpr float EXP2_P[] = {0.6931472f, 0.24022648f, 0.0555036f, 0.009618506f, 0.0013390806f, 0.00015326466f};
 // ln(1 + f) = f + f²·(f·p(f) - 1/2) for 1 + f in [√½, √2]
 constexpr float LOG_P[] = {0.33333313f, -0.2500001f, 0.20002119f, -0.16667996f, 0.14219552f,
                            -0.12405588f, 0.11888164f, -0.11675658f, 0.067466445f};
@@ -66,33 +66,56 @@ __device__ __forceinline__ float power_of_two(int power, int bias = 0) {
     return __int_as_float((int)(((unsigned)power << 23) + (unsigned)(ONE_BITS + (bias << 23))));
 }
 
-// 2^n · e^r, n given as n + ROUND. w·s + s is (1 + w)·s rounded once, for s a power of 2: the bits of an
-// addition and a multiplication. The second factor makes a result below 2^-126 round once.
-template <bool small>
-__device__ __forceinline__ float exp_core(float n, float r) {
-    float w = __fadd_rn(__fmul_rn(horner(r, EXP_Q), __fmul_rn(r, r)), r);
-    int k = __float_as_int(n);
-    if (small) {
-        float s = power_of_two(k, 64);
-        return __fmul_rn(__fmaf_rn(w, s, s), 0x1p-64f);
-    }
-    int half = k >> 1;
-    float s = power_of_two(half);
-    return __fmul_rn(__fmaf_rn(w, s, s), power_of_two(k - half));
+// scale·(1 + r·p(r)), fused, for a power of 2 that costs nothing: it goes into the constants.
+template <int N>
+__device__ __forceinline__ float one_plus(float r, const float (&p)[N], float scale) {
+    float w = p[N - 1] * scale;
+#pragma unroll
+    for (int i = N - 2; i >= 0; i--) w = __fmaf_rn(w, r, p[i] * scale);
+    return __fmaf_rn(w, r, scale);
+}
+
+// 2^n·(1 + r·p(r)), n given as n + ROUND. The polynomial is taken times 2^-64, so that one normal factor
+// reaches from 2^-150 to 2^63, and two reach past 2^127; only the last product rounds, below 2^-126.
+template <bool small, int N>
+__device__ __forceinline__ float exp_core(float n, float r, const float (&p)[N]) {
+    const float w = one_plus(r, p, 0x1p-64f);
+    const int k = __float_as_int(n);
+    if (small) return __fmul_rn(w, power_of_two(k, 64));
+    const int half = k >> 1;
+    return __fmul_rn(__fmul_rn(w, power_of_two(half, 32)), power_of_two(k - half, 32));
+}
+
+// The same where the result is known to be normal, hence not NaN: n goes into the exponent.
+template <int N>
+__device__ __forceinline__ float exp_core_normal(float n, float r, const float (&p)[N]) {
+    const unsigned w = (unsigned)__float_as_int(one_plus(r, p, 1.0f));
+    return __int_as_float((int)(w + ((unsigned)__float_as_int(n) << 23)));
+}
+
+// t - n·ln 2, rounded once: t - n·high is exact.
+__device__ __forceinline__ float exp_reduced(float t, float n) {
+    const float m = __fsub_rn(n, ROUND);
+    return __fmaf_rn(-m, LN2_LOW, __fmaf_rn(-m, LN2_HIGH, t));
 }
 
 }  // namespace functions
 
-// e^x. small: x <= 40 or NaN is known; four instructions fewer, the same bits.
+// e^x. small: x <= 40 or NaN is known; five instructions fewer, the same bits.
 template <bool small = false>
 __device__ __forceinline__ float exp_defined(float x) {
     using namespace functions;
     float t = max_nan(x, -104.0f);
     if (!small) t = min_nan(t, 89.0f);
-    float n = __fadd_rn(__fmul_rn(t, LOG2E), ROUND);
-    float m = __fsub_rn(n, ROUND);
-    float r = __fmaf_rn(-m, LN2_HIGH, t);  // both products are exact
-    return exp_core<small>(n, __fmaf_rn(-m, LN2_LOW, r));
+    const float n = __fmaf_rn(t, LOG2E, ROUND);
+    return exp_core<small>(n, exp_reduced(t, n), EXP_P);
+}
+
+// The same bits where |x| <= 86 is known; two instructions fewer than small.
+__device__ __forceinline__ float exp_narrow(float x) {
+    using namespace functions;
+    const float n = __fmaf_rn(x, LOG2E, ROUND);
+    return exp_core_normal(n, exp_reduced(x, n), EXP_P);
 }
 
 // 2^x. small: as above.
@@ -101,8 +124,15 @@ __device__ __forceinline__ float exp2_defined(float x) {
     using namespace functions;
     float t = max_nan(x, -150.0f);
     if (!small) t = min_nan(t, 128.0f);
-    float n = __fadd_rn(t, ROUND);
-    return exp_core<small>(n, __fmul_rn(__fsub_rn(t, __fsub_rn(n, ROUND)), LN2));
+    const float n = __fadd_rn(t, ROUND);
+    return exp_core<small>(n, __fsub_rn(t, __fsub_rn(n, ROUND)), EXP2_P);
+}
+
+// The same bits where |x| <= 125 is known.
+__device__ __forceinline__ float exp2_narrow(float x) {
+    using namespace functions;
+    const float n = __fadd_rn(x, ROUND);
+    return exp_core_normal(n, __fsub_rn(x, __fsub_rn(n, ROUND)), EXP2_P);
 }
 
 // Natural logarithm.

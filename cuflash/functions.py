@@ -7,6 +7,7 @@ All take and return fp32 arrays, work in cache-sized blocks whatever the size, a
 be the argument itself. NaN stays NaN, nothing is flushed to zero, and no floating-point warning is given:
 overflow is Inf. Errors in ulp: docs/functions.md.
 """
+import math
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -33,8 +34,9 @@ def _fp32(*values: float) -> tuple[np.float32, ...]:
 (LOG2E, LN2) = _fp32(1.442695, 0.6931472)
 # ln 2 = high + low in two 16-bit pieces, so that n·high and n·low are exact for |n| < 256.
 (LN2_HIGH, LN2_LOW) = _fp32(0.69314575, 1.4286197e-06)
-# e^r = 1 + (r + r²·q(r)) for |r| <= ln 2 / 2, minimax in relative error; q from its constant term up
-EXP_Q = _fp32(0.49999994, 0.16666521, 0.041668388, 0.008368717, 0.0013814628)
+# e^r = 1 + r·p(r) for |r| <= ln 2 / 2, and 2^r for |r| <= 1/2; minimax in relative error
+EXP_P = _fp32(1, 0.49999994, 0.16666521, 0.041668266, 0.008368677, 0.0013820734)
+EXP2_P = _fp32(0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390806, 0.00015326466)
 # ln(1 + f) = f + f²·(f·p(f) - 1/2) for 1 + f in [√½, √2], minimax in relative error
 LOG_P = _fp32(0.33333313, -0.2500001, 0.20002119, -0.16667996, 0.14219552, -0.12405588, 0.11888164,
               -0.11675658, 0.067466445)
@@ -141,7 +143,7 @@ def _fma_block(a: Array, b: Array, c: Array, out: Array) -> None:
 # ---- exp and exp2 --------------------------------------------------------------------------------
 
 def exp(x: ArrayLike, format: Format | str | None = None, out: Array | None = None) -> Array:
-    """e^x by multiplications and additions alone (numerics §6).
+    """e^x by fused multiply-adds (numerics §6).
 
     exp(0) = 1, exp(x) <= 1 for x <= 0, +0 below −104, +Inf on overflow.
 
@@ -154,52 +156,77 @@ def exp(x: ArrayLike, format: Format | str | None = None, out: Array | None = No
 
 
 def exp2(x: ArrayLike, format: Format | str | None = None, out: Array | None = None) -> Array:
-    """2^x by multiplications and additions alone; exact at integers, +0 from −150 down. Else as `exp`."""
+    """2^x by fused multiply-adds; exact at integers, +0 from −150 down. Else as `exp`."""
     return _apply(_with_table(_exp2_block, format), {"x": x}, out)
 
 
+# Here fp64 stands in for fma: products are exact in it, and so are both reductions to r.
+_ROUND64 = 1.5 * 2.0**52  # ROUND of fp64
+
+
 def _exp_block(x: Array, out: Array) -> None:
-    n, r, w, t = _scratch(4, np.float32, x.size)
-    np.maximum(x, np.float32(-104), out=t)
-    np.minimum(t, np.float32(89), out=t)
-    np.multiply(t, LOG2E, out=n)
-    np.add(n, ROUND, out=n)
-    np.subtract(n, ROUND, out=w)
-    np.multiply(w, LN2_HIGH, out=r)  # exact
-    np.subtract(t, r, out=r)
-    np.multiply(w, LN2_LOW, out=w)  # exact
-    np.subtract(r, w, out=r)
-    _exp_core(n, r, w, t, out)
+    n, r, w = _scratch(3, np.float64, x.size)
+    np.clip(x, np.float32(-104), np.float32(89), out=out)
+    np.copyto(r, out)
+    np.multiply(r, float(LOG2E), out=n)
+    np.add(n, _ROUND64, out=n)
+    np.subtract(n, _ROUND64, out=w)
+    np.multiply(w, float(LN2_HIGH) + float(LN2_LOW), out=w)
+    np.subtract(r, w, out=w)
+    np.copyto(out, w, casting="same_kind")
+    np.copyto(r, out)
+    _exp_core(n, r, w, _EXP_STEPS, out)
 
 
 def _exp2_block(x: Array, out: Array) -> None:
-    n, r, w, t = _scratch(4, np.float32, x.size)
-    np.maximum(x, np.float32(-150), out=t)
-    np.minimum(t, np.float32(128), out=t)
-    np.add(t, ROUND, out=n)
-    np.subtract(n, ROUND, out=r)
-    np.subtract(t, r, out=r)
-    np.multiply(r, LN2, out=r)
-    _exp_core(n, r, w, t, out)
+    n, r, w = _scratch(3, np.float64, x.size)
+    np.clip(x, np.float32(-150), np.float32(128), out=out)
+    np.copyto(r, out)
+    np.add(r, _ROUND64, out=n)
+    np.subtract(n, _ROUND64, out=w)
+    np.subtract(r, w, out=r)
+    _exp_core(n, r, w, _EXP2_STEPS, out)
 
 
-def _exp_core(n: Array, r: Array, w: Array, t: Array, out: Array) -> None:
-    """out = 2^n · e^r for n given as n + ROUND, |r| <= ln 2 / 2; all arrays but out are used up."""
-    _horner(r, EXP_Q, w)
-    np.multiply(r, r, out=t)
-    np.multiply(w, t, out=w)
-    np.add(w, r, out=w)
-    np.add(w, np.float32(1), out=w)
-    # Two factors of 2, so that a result below 2^-126 or one past 2^127 is rounded once, by the last product.
-    # Shifting out the upper bits of n + ROUND leaves those of n.
-    half, rest = t.view(np.int32), n.view(np.int32)
-    np.right_shift(rest, 1, out=half)
-    np.subtract(rest, half, out=rest)
-    for power in (half, rest):
-        np.left_shift(power, 23, out=power)
-        np.add(power, _ONE_BITS, out=power)
-    np.multiply(w, t, out=w)
-    np.multiply(w, n, out=out)
+def _exp_core(n: NDArray, r: NDArray, w: NDArray, steps: tuple[tuple[float, float], ...], out: Array) -> None:
+    """out = 2^n · (1 + r·p(r)) for n given as n + _ROUND64; the fp64 arrays are used up."""
+    value: float | NDArray = steps[0][0]
+    for addend, big in steps[1:]:
+        np.multiply(value, r, out=w)
+        value = w
+        np.add(w, addend, out=w)
+        if big:
+            np.subtract(w, big, out=w)
+        else:
+            np.copyto(out, w, casting="same_kind")
+            np.copyto(w, out)
+    # Into the exponent, of which fp64 has enough: a result below 2^-126 or past 2^127 is rounded by the cast.
+    # Shifting out the upper bits of n + _ROUND64 leaves those of n; a NaN from fp32 leaves 0.
+    exponent, bits = n.view(np.int64), w.view(np.int64)
+    np.left_shift(exponent, 52, out=exponent)
+    np.add(bits, exponent, out=bits)
+    np.copyto(out, w, casting="same_kind")
+
+
+def _fused_steps(coefficients: tuple[np.float32, ...], reach: float) -> tuple[tuple[float, float], ...]:
+    """(addend, big) of each step w = fma(w, r, c), |r| <= reach, for c from the last coefficient to 1.
+
+    Where all results lie in one binade, adding c + big, with big 1.5·2^52 of fp32's last places there, rounds
+    the exact sum to fp32 by itself, and big is taken off again. Elsewhere big is 0 and the fp64 sum is cast:
+    two roundings, which give the bits of one for all arguments (docs/functions.md).
+    """
+    last = float(coefficients[-1])
+    steps, ends = [(last, 0.0)], [last, last]
+    for c in [*map(float, coefficients[-2::-1]), 1.0]:
+        ends = [end * r + c for end, r in zip(ends, (-reach, reach))]
+        low, high = (math.frexp(end)[1] for end in ends)
+        big = 1.5 * 2.0 ** (low - 24 + 52) if low == high else 0.0
+        steps.append((c + big, big))
+    return tuple(steps)
+
+
+_EXP_STEPS = _fused_steps(EXP_P, 0.34658)
+_EXP2_STEPS = _fused_steps(EXP2_P, 0.5)
 
 
 def _with_table(kernel: Kernel, format: Format | str | None) -> Kernel:
@@ -309,7 +336,7 @@ def erf(x: ArrayLike, out: Array | None = None) -> Array:
 
 
 def _erf_block(x: Array, out: Array) -> None:
-    t, w, u = _scratch(7, np.float32, x.size)[4:]  # _exp_block uses the first four
+    t, w, u, s = _scratch(4, np.float32, x.size)
     np.abs(x, out=t)
     np.minimum(t, np.float32(4), out=w)
     _horner(w, ERF_Q, u)
@@ -318,7 +345,6 @@ def _erf_block(x: Array, out: Array) -> None:
     np.negative(u, out=u)
     _exp_block(u, u)
     np.subtract(np.float32(1), u, out=u)
-    s, w = _scratch(2, np.float32, x.size)
     np.multiply(t, t, out=s)
     _horner(s, ERF_P, w)
     np.multiply(w, t, out=w)
@@ -338,7 +364,7 @@ def tanh(x: ArrayLike, out: Array | None = None) -> Array:
 
 
 def _tanh_block(x: Array, out: Array) -> None:
-    t, u = _scratch(6, np.float32, x.size)[4:]  # _exp_block uses the first four
+    t, w, u, s = _scratch(4, np.float32, x.size)
     np.abs(x, out=t)
     np.minimum(t, np.float32(10), out=u)
     np.add(u, u, out=u)
@@ -346,7 +372,6 @@ def _tanh_block(x: Array, out: Array) -> None:
     np.add(u, np.float32(1), out=u)
     np.divide(np.float32(2), u, out=u)
     np.subtract(np.float32(1), u, out=u)
-    s, w = _scratch(2, np.float32, x.size)
     np.multiply(t, t, out=s)
     _horner(s, TANH_P, w)
     np.multiply(w, s, out=w)

@@ -102,20 +102,26 @@ def domain(name: str, x: np.ndarray) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Errors of cuflash.functions, as a table.")
     parser.add_argument("--step", type=int, default=16, help="one run of fp32 numbers in this many")
-    step = parser.parse_args().step
+    parser.add_argument("functions", nargs="*", default=[*FUNCTIONS], metavar="function",
+                        help="only these: " + ", ".join(FUNCTIONS))
+    arguments = parser.parse_args()
+    step = arguments.step
+    for name in set(arguments.functions) - set(FUNCTIONS):
+        parser.error(f"function: got {name!r}, valid: {', '.join(FUNCTIONS)}")
     print("| function | arguments | number | error, ulp | mean | not monotone |")
     print("|---|---|---|---|---|---|")
-    for name, of in FUNCTIONS.items():
+    for name in arguments.functions:
+        of = FUNCTIONS[name]
         ranges = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in of.ranges)
         sets = {"every bf16": [domain(name, every_16_bit(ml_dtypes.bfloat16))],
                 "every fp16": [domain(name, every_16_bit(np.float16))],
                 ("every fp32" if step == 1 else f"1 fp32 in {step}") + f", {ranges}":
                     (x for low, high in of.ranges for x in runs(low, high, step))}
-        for arguments, blocks in sets.items():
+        for label, blocks in sets.items():
             errors = Errors(name)
             for x in blocks:
                 errors.add(x)
-            print(f"| `{name}` | {arguments} | {errors.count:,} | {errors.low:+.3f} to {errors.high:+.3f} | "
+            print(f"| `{name}` | {label} | {errors.count:,} | {errors.low:+.3f} to {errors.high:+.3f} | "
                   f"{errors.mean:+.4f} | {errors.violations} |", flush=True)
 
 

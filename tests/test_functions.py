@@ -149,6 +149,21 @@ def test_exponentials_are_at_most_1_up_to_0(name):
     assert np.all((y >= 0) & (y <= 1))
 
 
+def test_exponentials_are_the_fused_steps_that_they_stand_for():
+    # NumPy takes fp64 for fma here (docs/functions.md): the same steps by functions.fma, exact by other means.
+    fma, f = functions.fma, functions
+    rng = np.random.default_rng(23)
+    x = rng.uniform(-87, 88, 1_000_000).astype(np.float32)
+    x[::2] = _spread(rng, -26, 6, 500_000)  # and small ones, of whose r all bits count
+    for function, log2e, coefficients in ((f.exp, f.LOG2E, f.EXP_P), (f.exp2, np.float32(1), f.EXP2_P)):
+        m = fma(x, log2e, f.ROUND) - f.ROUND
+        r = x - m if function is f.exp2 else fma(-m, f.LN2_LOW, fma(-m, f.LN2_HIGH, x))
+        w = np.full_like(x, coefficients[-1])
+        for c in (*coefficients[-2::-1], np.float32(1)):
+            w = fma(w, r, c)
+        assert same_bits(function(x), np.ldexp(w, m.astype(np.int32)))
+
+
 def test_exp2_is_exact_at_integers():
     n = np.arange(-160, 140)
     with np.errstate(over="ignore"):
@@ -271,7 +286,7 @@ def test_cuda_has_the_same_constants():
         found[name] = tuple(values) if many else values[0]
     ours = {name: value for name, value in vars(functions).items()
             if name.isupper() and not name.startswith("_") and isinstance(value, (tuple, np.float32))}
-    assert found == ours and len(found) == 12
+    assert found == ours and len(found) == 13
     bits = dict(re.findall(r"constexpr int (\w+) = (0x\w+);", HEADER.read_text()))
     assert {f"_{name}": int(value, 16) for name, value in bits.items()} == {
         "_ONE_BITS": functions._ONE_BITS, "_SQRT_HALF_BITS": functions._SQRT_HALF_BITS}
@@ -299,8 +314,10 @@ static inline float __double2float_rn(double x) { return (float)x; }
     { for (long i = 0; i < n; i++) { float x = in[i]; out[i] = expression; } }
 EXPORT(exp, exp_defined(x))
 EXPORT(exp_small, exp_defined<true>(x))
+EXPORT(exp_narrow, exp_narrow(x))
 EXPORT(exp2, exp2_defined(x))
 EXPORT(exp2_small, exp2_defined<true>(x))
+EXPORT(exp2_narrow, exp2_narrow(x))
 EXPORT(log, log_defined(x))
 EXPORT(rsqrt, rsqrt_defined(x))
 EXPORT(erf, erf_defined(x))
@@ -338,6 +355,8 @@ def test_cuda_source_gives_the_same_bits(host, name):
         assert same_bits(host(name, x), y)
         if name in ("exp", "exp2"):
             assert same_bits(host(f"{name}_small", x)[~(x > 40)], y[~(x > 40)])
+            narrow = abs(x) <= (86 if name == "exp" else 125)
+            assert same_bits(host(f"{name}_narrow", x)[narrow], y[narrow])
     low, high = fp32(*(abs(end) for end in FUNCTIONS[name].ranges[0])).view(np.uint32)
     x = np.random.default_rng(17).integers(min(low, high), max(low, high), 1_000_000, dtype=np.uint32)
     x = np.concatenate([x.view(np.float32), -x.view(np.float32), fp32(*SPECIAL[name])[:, 0]])
@@ -347,7 +366,8 @@ def test_cuda_source_gives_the_same_bits(host, name):
 KERNEL = """#include "functions.cuh"
 extern "C" __global__ void all(float* x) {
     float v = x[threadIdx.x];
-    x[threadIdx.x] = exp_defined(v) + exp_defined<true>(v) + exp2_defined(v) + exp2_defined<true>(v)
+    x[threadIdx.x] = exp_defined(v) + exp_defined<true>(v) + exp_narrow(v)
+                   + exp2_defined(v) + exp2_defined<true>(v) + exp2_narrow(v)
                    + log_defined(v) + rsqrt_defined(v) + erf_defined(v) + tanh_defined(v);
 }
 """
