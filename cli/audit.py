@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
 from cuflash.cli.main import user_errors
+from cuflash.cli.numbers import numbers
 from cuflash.fixes import as_fix
 from cuflash.precision import as_precision
 from cuflash.statistics import SIGNIFICANT, SiteStatistics
@@ -68,7 +68,7 @@ def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], setti
         if json_file and not os.access(Path(json_file).absolute().parent, os.W_OK):
             raise ValueError(f"--json {json_file}: its folder does not exist or cannot be written")
         capture = Capture.of(**arrays, causal=causal, scale=scale, layout=layout, layer=layer,
-                             heads=_numbers("--heads", heads), batch=_numbers("--batch", batch))
+                             heads=numbers("--heads", heads), batch=numbers("--batch", batch))
     click.echo("\n".join(_inputs(file, arrays, capture)))
     results = []
     for precision in resolved:
@@ -103,15 +103,6 @@ class _Bar:
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.close()
-
-
-def _numbers(option: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ValueError(f"{option} {text!r}: write numbers and ranges, as 0,6-8")
-    ranges = [part.partition("-") for part in text.split(",")]
-    return sorted({n for a, _, b in ranges for n in range(int(a), int(b or a) + 1)})
 
 
 # ---- the report ---------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from cuflash import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("cuflash.cli.train:train", "Train a GPT, every rounding as chosen."),
     "sample": ("cuflash.cli.sample:sample", "Write text from a run's checkpoint."),
+    "dump": ("cuflash.cli.dump:dump", "Every chosen intermediate of one forward and backward pass, in HDF5."),
+    "diff": ("cuflash.cli.diff:diff", "How two dumps, two runs or any two HDF5 files differ."),
     "audit": ("cuflash.cli.audit:audit", "Which roundings of attention are biased, on captured q, k, v, dO."),
     "sites": ("cuflash.cli.sites:sites", "The rounding sites and their formats under a precision."),
     "explain": ("cuflash.cli.explain:explain", "One rounding or one sum, shown bit by bit."),

@@ -52,8 +52,11 @@ class Entry:
 
     @classmethod
     def of(cls, dataset: "h5py.Dataset") -> "Entry":
-        a = {k: v.tolist() if isinstance(v, (np.ndarray, np.generic)) else v for k, v in dataset.attrs.items()}
+        """From a dataset; of a file that is no dump only name and shape."""
         path = dataset.name.lstrip("/")
+        if not is_dump(dataset.file):
+            return cls(STEP.sub("", path, count=1), path, dataset.shape, path.rpartition("/")[2])
+        a = {k: v.tolist() if isinstance(v, (np.ndarray, np.generic)) else v for k, v in dataset.attrs.items()}
         return cls(
             STEP.sub("", path, count=1), path, dataset.shape, a.get("site", path.rpartition("/")[2]),
             tuple(a.get("axes", ())), a.get("order", 0), a.get("format", ""), a.get("mode", "rne"),
@@ -119,7 +122,7 @@ class Dump:
         try:
             with h5py.File(self.path, "r") as f:
                 self.attributes: dict[str, Any] = dict(f.attrs)
-                if not str(self.attributes.get("format", "")).startswith("cuflash dump"):
+                if not is_dump(f):
                     raise ValueError(f"{self.path} is an HDF5 file, but not a dump of cuflash")
                 self.entries = sorted((Entry.of(d) for d in datasets(f)), key=lambda e: e.order)
         except OSError as e:
@@ -195,6 +198,10 @@ def read(path: str | os.PathLike[str]) -> Dump:
         ValueError: not a dump, or damaged.
     """
     return Dump(path)
+
+
+def is_dump(file: "h5py.File") -> bool:
+    return str(file.attrs.get("format", "")).startswith("cuflash dump")
 
 
 def datasets(file: "h5py.Group") -> list["h5py.Dataset"]:

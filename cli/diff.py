@@ -1,0 +1,168 @@
+"""`cuflash diff A B`: two dumps site by site, two runs weight by weight, any two HDF5 files."""
+import csv
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from cuflash.cli.main import user_errors
+from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
+from cuflash.whole_file import whole_file
+
+SORTS = {
+    "order": lambda s: s.order,
+    "signed": lambda s: -abs(_or_zero(s.z)),
+    "ulp": lambda s: -_or_zero(s.mean_ulp),
+    "abs": lambda s: -_or_zero(s.max_abs),
+    "equal": lambda s: s.equal,
+    "cosine": lambda s: _or_zero(s.cosine),
+}
+
+
+@click.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--site", "names", multiple=True, metavar="NAME",
+              help="Only these: a site, a prefix as attn or fwd/L01, or a pattern as '*/L0[01]/attn.*'; repeatable.")
+@click.option("--sort", type=click.Choice(list(SORTS)), default="order", show_default=True,
+              help="Order of the lines: of execution, by signed mean error in standard errors, …")
+@click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
+@click.option("--step", type=click.IntRange(min=0), help="Of two runs: this step's checkpoints.  [default: the last that both have]")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every line's numbers here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="The same as JSON.")
+@click.pass_context
+def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, everything: bool, step: int | None,
+         csv_file: str | None, json_file: str | None) -> None:
+    """How two files differ: dumps site by site, runs weight by weight, any HDF5 files dataset by dataset.
+
+    A and B are dumps, run folders, or HDF5 files with datasets of the same names. Differences are A − B.
+    The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
+    """
+    with user_errors():
+        folders = [pathlib.Path(x).is_dir() for x in (a, b)]
+        if folders[0] != folders[1]:
+            raise ValueError(f"{a} and {b} are a file and a folder: give two dumps or two run folders")
+        if folders[0]:
+            found_step, files = _checkpoints(a, b, step)
+            weights = diff_weights(*files)
+            rows: list[Any] = weights
+            data: dict[str, Any] = {"a": a, "b": b, "step": found_step, "weights": [plain(_row(w)) for w in weights]}
+            lines, differs = _weights(weights, found_step), any(w.differs for w in weights)
+        else:
+            if step is not None:
+                raise ValueError(f"--step {step}: {a} is a file; steps are of run folders")
+            found = compare(a, b, names)
+            found.sites.sort(key=SORTS[sort])
+            rows, data, lines, differs = found.sites, found.to_dict(), _sites(found, everything), found.differs
+        for line in lines:
+            click.echo(line)
+        if csv_file:
+            _write_csv(csv_file, rows)
+        if json_file:
+            with whole_file(json_file) as partial:
+                partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    ctx.exit(int(differs))
+
+
+def _checkpoints(a: str, b: str, step: int | None) -> tuple[int, list[pathlib.Path]]:
+    from cuflash.model.run import Run
+    kept = [dict(Run(x).checkpoints()) for x in (a, b)]
+    common = sorted(kept[0].keys() & kept[1].keys())
+    if step is None and not common:
+        raise ValueError(f"{a} and {b} have no checkpoint of one step: {_listed(kept[0])} and {_listed(kept[1])}")
+    step = common[-1] if step is None else step
+    for x, files in zip((a, b), kept):
+        if step not in files:
+            raise ValueError(f"--step {step}: {x} has no such checkpoint; it has {_listed(files)}")
+    return step, [files[step] for files in kept]
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+def _sites(found: Diff, everything: bool) -> Iterable[str]:
+    first = found.first
+    if first is None:
+        yield f"{sum(s.values for s in found.sites):,} values at {len(found.sites)} sites, all of them the same bits"
+    else:
+        yield f"first difference: {first.name}{_where(first)}"
+    for path, names in ((found.a, found.only_a), (found.b, found.only_b)):
+        if names:
+            yield f"only in {path}: {_short(names)}"
+    shown = [s for s in found.sites if s.differs or everything]
+    if not shown:
+        return
+    width = max(24, *(len(s.name) for s in shown))
+    yield ""
+    yield (f"  {'A − B':<{width}} {'equal':>7} {'max abs':>8} {'max ulp':>8} {'mean':>8}  {'signed mean ulp':>19} {'z':>6}"
+           f"  {'1 − cos':>7}")
+    for s in shown:
+        if s.shapes is not None:
+            yield f"  {s.name:<{width}} shapes {s.shapes[0]} and {s.shapes[1]}"
+            continue
+        yield (f"  {s.name:<{width}} {_share(s.equal):>7} {s.max_abs:>8.1e} {_ulp(s.max_ulp):>8} {_ulp(s.mean_ulp):>8}  "
+               f"{_signed(s.signed_ulp):>10} ± {s.se:<7.1g} {_z(s.z):>6}  {1 - s.cosine:>7.0e}"
+               + (f"  {s.nonfinite:,} not finite" if s.nonfinite else ""))
+    same = [s.name for s in found.sites if not s.differs]
+    if same and not everything:
+        yield ""
+        yield f"the same bits at {len(same)} others: {_short(same)}"
+
+
+def _where(s: SiteDiff) -> str:
+    if s.first is None:
+        return f", shapes {s.shapes[0]} and {s.shapes[1]}" if s.shapes else ""
+    return f" [{', '.join(map(str, s.first))}]: {s.a:.9g} in {s.formats[0]}, {s.b:.9g} in {s.formats[1]}"
+
+
+def _weights(weights: list[WeightDiff], step: int) -> Iterable[str]:
+    width = max(len(w.name) for w in weights)
+    yield f"weights at step {step}, A − B"
+    yield f"  {'':<{width}} {'equal':>7} {'max abs':>10} {'mean abs':>10} {'Wasserstein-1':>14}"
+    for w in weights:
+        yield f"  {w.name:<{width}} {_share(w.equal):>7} {w.max_abs:>10.3e} {w.mean_abs:>10.3e} {w.wasserstein:>14.3e}"
+
+
+def _short(names: list[str]) -> str:
+    names = [n.removeprefix("attn.") for n in names]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _share(share: float) -> str:
+    """Never rounded up to 100 %."""
+    return "100%" if share == 1 else f"{math.floor(share * 1e4) / 100:.2f}%"
+
+
+def _signed(x: float) -> str:
+    return f"{x:+.4f}" if abs(x) < 1e3 else f"{x:+.3g}"
+
+
+def _ulp(x: float) -> str:
+    return f"{x:.3g}" if x < 1e5 else f"{x:.1e}"
+
+
+def _z(z: float) -> str:
+    return f"{z:+.1f}" if abs(z) < 100 else f"{z:+.0f}" if abs(z) < 1e5 else f"{z:+.0e}"
+
+
+def _or_zero(x: float) -> float:
+    return x if x == x else 0.0
+
+
+def _row(x: Any) -> dict[str, Any]:
+    return dataclasses.asdict(x) | ({"z": x.z} if isinstance(x, SiteDiff) else {})
+
+
+def _write_csv(path: str, rows: list[Any]) -> None:
+    with whole_file(path) as partial, open(partial, "w", newline="", encoding="utf-8") as f:
+        table = [_row(r) for r in rows]
+        writer = csv.DictWriter(f, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)

@@ -1,0 +1,401 @@
+"""Two files compared, dataset by dataset: dumps site by site, checkpoints weight by weight.
+
+    found = diff("bf16.h5", "fp32.h5")
+    found.first                  # the first site, in the order of execution, whose values differ
+    found.sites[0].signed_ulp    # mean of (A − B) / ulp
+
+Files are read in blocks, so that memory does not grow with them.
+"""
+import dataclasses
+import fnmatch
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash import hdf5
+from cuflash.dump_file import STEP, Entry, datasets
+from cuflash.formats import format_named
+
+if TYPE_CHECKING:
+    import h5py
+
+BLOCK = 1 << 19  # elements compared at a time
+# Mantissa bits, smallest and largest exponent of the dtypes that formats are stored in.
+_FP64 = (52, -1022, 1023)
+_OF_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e5m2": "fp8_e5m2", "float8_e4m3fn": "fp8_e4m3"}
+
+Blocks = Callable[[], Iterable[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class SiteDiff:
+    """One dataset of A against the one of that name in B.
+
+    An error is (A − B)/ulp, with the ulp of the coarser of the two formats at the value of the finer one (B's
+    where they are alike), or at half the other value where that is larger: so a rounding is measured in ulp of
+    what was rounded, and a value that is near 0 on one side alone does not count without bound. Entries that
+    attention masks and tiles that it does not visit take no part.
+
+    Attributes:
+        name: `fwd/L01/attn.p`, or the dataset's path.
+        formats: of A and B.
+        values: entries compared; 0 where the shapes differ.
+        equal: share of them with the same bits, once both are widened (all NaNs count as equal).
+        max_abs, mean_abs: of |A − B|; max_ulp, mean_ulp: of |error|.
+        signed_ulp, se: mean error and its standard error, the larger of two: rows as the independent draws,
+            and columns.
+        cosine: of A and B as vectors.
+        nonfinite: entries that differ and are not finite on one side; they are in none of the measures above.
+        first: index of the first entry that differs, None if none does; a, b: its values.
+        shapes: both, where they differ, else None.
+    """
+
+    name: str
+    site: str
+    order: int
+    formats: tuple[str, str]
+    values: int
+    equal: float
+    max_abs: float = math.nan
+    mean_abs: float = math.nan
+    max_ulp: float = math.nan
+    mean_ulp: float = math.nan
+    signed_ulp: float = math.nan
+    se: float = math.nan
+    cosine: float = math.nan
+    nonfinite: int = 0
+    first: tuple[int, ...] | None = None
+    a: float | None = None
+    b: float | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def differs(self) -> bool:
+        return self.first is not None or self.shapes is not None
+
+    @property
+    def z(self) -> float:
+        """The mean error in standard errors; 0 where there is no error."""
+        if self.signed_ulp == 0:
+            return 0.0
+        return self.signed_ulp / self.se if self.se else math.copysign(math.inf, self.signed_ulp)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What `diff` found: datasets of both in the order of execution (A's), and those of one file alone."""
+
+    a: str
+    b: str
+    sites: list[SiteDiff]
+    only_a: list[str]
+    only_b: list[str]
+
+    @property
+    def first(self) -> SiteDiff | None:
+        """The first site in the order of execution that differs."""
+        return min((s for s in self.sites if s.differs), key=lambda s: s.order, default=None)
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.first or self.only_a or self.only_b)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, which has no NaN: None stands for it."""
+        rows = [plain(dataclasses.asdict(s) | {"differs": s.differs, "z": s.z}) for s in self.sites]
+        return {"a": self.a, "b": self.b, "differs": self.differs, "first": self.first and self.first.name,
+                "only_a": self.only_a, "only_b": self.only_b, "sites": rows}
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[str] = ()) -> Diff:
+    """Compares the datasets of the same names of two HDF5 files; in dumps, whatever their steps.
+
+    Args:
+        names: only these: a site (`attn.p`), a prefix (`attn`, `fwd/L01`), or a pattern (`*/L0[01]/attn.*`).
+
+    Raises:
+        ValueError: a file is not HDF5 or is damaged, no name is in both, or none is left by `names`.
+    """
+    with _opened(a) as file_a, _opened(b) as file_b:
+        try:
+            in_a, in_b = _entries(file_a, names), _entries(file_b, names)
+            both = [n for n in in_a if n in in_b]
+            if not both:
+                chosen = f" of those chosen by {', '.join(names)}" if names else ""
+                raise ValueError(f"no dataset{chosen} has one name in {a} and {b}: {_some(in_a)} in the first, "
+                                 f"{_some(in_b)} in the second")
+            sites = [_compare(file_a, file_b, in_a[n], in_b[n]) for n in both]
+        except OSError as e:
+            raise ValueError(f"{a} or {b} is damaged: {e}") from e
+    sites.sort(key=lambda s: s.order)
+    return Diff(str(a), str(b), sites, [n for n in in_a if n not in in_b], [n for n in in_b if n not in in_a])
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with None for what JSON has no number for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a dataset's name is one of these sites, lies below one of these prefixes, or fits a pattern."""
+    site = name.rpartition("/")[2]
+    return any(site == p or site.startswith(p + ".") or name.startswith(p + "/") or fnmatch.fnmatchcase(name, p)
+               or name.endswith("/" + p) for p in patterns)
+
+
+def _opened(path: str | os.PathLike[str]) -> "h5py.File":
+    import h5py
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        return h5py.File(path, "r")
+    except OSError as e:
+        raise ValueError(f"{path} is damaged, cut short or not an HDF5 file ({e})") from e
+
+
+def _entries(file: "h5py.File", names: Iterable[str]) -> dict[str, Entry]:
+    """Entries by name, in the order of execution; by their whole path where steps share names."""
+    names = list(names)
+    found = [Entry.of(d) for d in datasets(file) if d.shape is not None]
+    if len({e.name for e in found}) < len(found):
+        found = [dataclasses.replace(e, name=e.dataset) for e in found]
+    found = sorted(found, key=lambda e: e.order)
+    return {e.name: e for e in found if not names or matches(STEP.sub("", e.name, count=1), names)}
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"
+
+
+# ---- one dataset --------------------------------------------------------------------------------
+
+def _compare(file_a: "h5py.File", file_b: "h5py.File", a: Entry, b: Entry) -> SiteDiff:
+    x, y = file_a[a.dataset], file_b[b.dataset]
+    formats = tuple(e.format or _OF_DTYPE.get(hdf5.dtype_of(d).name, hdf5.dtype_of(d).name) for e, d in ((a, x), (b, y)))
+    if x.shape != y.shape:
+        return SiteDiff(a.name, a.site, a.order, formats, 0, 0.0, shapes=(x.shape, y.shape))
+    sums = _Sums(x.shape, _ulp_of(a, x), _ulp_of(b, y))
+    for where in hdf5.blocks(x.shape, BLOCK):
+        sums.add(hdf5.read_array(x, where), hdf5.read_array(y, where), a.visible(where), where)
+    return SiteDiff(a.name, a.site, a.order, formats, **sums.results())
+
+
+def _ulp_of(entry: Entry, dataset: "h5py.Dataset") -> tuple[int, int, int] | None:
+    """(mantissa bits, smallest exponent, largest) of a dataset's format; None where it holds no floats."""
+    name = hdf5.dtype_of(dataset).name
+    if name == "float64":
+        return _FP64
+    if name not in _OF_DTYPE:
+        return None
+    single = entry.format if entry.format and "," not in entry.format else _OF_DTYPE[name]
+    f = format_named(single)
+    return f.mantissa_bits, f.emin, f.emax
+
+
+class _Sums:
+    """What is summed over the blocks of two datasets of one shape."""
+
+    def __init__(self, shape: tuple[int, ...], a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> None:
+        self.ulp = min(a, b) if a and b else None
+        self.at_a = bool(a and b and a[0] > b[0])  # the finer one says where ulp are taken
+        self.grid = len(shape) > 1
+        self.columns = np.zeros((2, shape[-1] if self.grid else 0))  # errors and their number
+        self.values = self.same = self.finite = self.nonfinite = 0
+        self.abs = self.max_abs = self.error = self.magnitude = self.max_ulp = 0.0
+        self.rows = np.zeros(4)  # Σ S², Σ S·n, Σ n², number of rows with n > 0
+        self.xy = self.xx = self.yy = 0.0
+        self.first: tuple[tuple[int, ...], float, float] | None = None
+
+    def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None, where: tuple[slice, ...]) -> None:
+        if a.dtype.kind in "OSUV" and a.dtype.name not in _OF_DTYPE:  # text: the same or not
+            same, x, y = np.asarray(a == b), np.full(a.shape, np.nan), np.full(a.shape, np.nan)
+        else:
+            x, y = a.astype(np.float64), b.astype(np.float64)
+            same = (x == y) & (np.signbit(x) == np.signbit(y)) | np.isnan(x) & np.isnan(y)
+            if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+                same = np.asarray(a == b)  # beyond 2⁵³ too
+        shown = np.ones(a.shape, bool) if visible is None else np.broadcast_to(visible, a.shape)
+        self.values += int(np.count_nonzero(shown))
+        self.same += int(np.count_nonzero(same & shown))
+        if self.first is None and (wrong := ~same & shown).any():
+            at = np.unravel_index(np.argmax(wrong), wrong.shape)
+            start = [s.start for s in where] + [0] * (len(at) - len(where))
+            self.first = tuple(int(i + s) for i, s in zip(at, start)), float(x[at]), float(y[at])
+        finite = np.isfinite(x) & np.isfinite(y) & shown
+        self.nonfinite += int(np.count_nonzero(~same & shown & ~finite))
+        if not finite.all():
+            x, y = np.where(finite, x, 0), np.where(finite, y, 0)
+        self.finite += int(np.count_nonzero(finite))
+        self.xy, self.xx, self.yy = self.xy + float((x * y).sum()), self.xx + float((x * x).sum()), self.yy + float((y * y).sum())
+        d = x - y
+        self.abs += float(np.abs(d).sum())
+        self.max_abs = max(self.max_abs, float(np.abs(d).max(initial=0)))
+        if self.ulp is not None:
+            fine, coarse = (x, y) if self.at_a else (y, x)
+            self._ulp(d / _spacing(np.maximum(np.abs(fine), np.abs(coarse) / 2), *self.ulp), finite)
+
+    def _ulp(self, error: np.ndarray, finite: np.ndarray) -> None:
+        magnitude = np.abs(error)
+        self.error += float(error.sum())
+        self.magnitude += float(magnitude.sum())
+        self.max_ulp = max(self.max_ulp, float(magnitude.max(initial=0)))
+        flat = error.reshape(-1, error.shape[-1]) if self.grid else error.reshape(-1, 1)
+        there = finite.reshape(flat.shape)
+        s, n = flat.sum(axis=1), np.count_nonzero(there, axis=1)
+        self.rows += (float(s @ s), float(s @ n), float(n @ n), float(np.count_nonzero(n)))
+        if self.grid and flat.shape[1] == self.columns.shape[1]:  # else a row takes several blocks
+            self.columns += flat.sum(axis=0), np.count_nonzero(there, axis=0)
+
+    def results(self) -> dict[str, Any]:
+        n = self.finite
+        first, a, b = self.first or (None, None, None)
+        found: dict[str, Any] = {"values": self.values, "equal": self.same / self.values if self.values else 1.0,
+                                 "nonfinite": self.nonfinite, "first": first, "a": a, "b": b}
+        if not n:
+            return found
+        found |= {"max_abs": self.max_abs, "mean_abs": self.abs / n,
+                  "cosine": self.xy / math.sqrt(self.xx) / math.sqrt(self.yy) if self.xx and self.yy else math.nan}
+        if self.ulp is None:
+            return found
+        mean = self.error / n
+        s, k = self.columns
+        clusters = (tuple(self.rows), (s @ s, s @ k, k @ k, np.count_nonzero(k)))
+        errors = [math.sqrt(max(ss - 2 * mean * sn + mean * mean * nn, 0.0) * c / (c - 1)) / n
+                  for ss, sn, nn, c in clusters if c > 1]
+        return found | {"max_ulp": self.max_ulp, "mean_ulp": self.magnitude / n, "signed_ulp": mean,
+                        "se": max(errors, default=math.nan)}
+
+
+def _spacing(x: np.ndarray, mantissa_bits: int, emin: int, emax: int) -> np.ndarray:
+    """The ulp of a format at finite fp64 values."""
+    power = (x.view(np.uint64) & np.uint64(0x7FF << 52)).view(np.float64)
+    return np.clip(power, 2.0**emin, 2.0**emax) * 2.0**-mantissa_bits
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class WeightDiff:
+    """One weight of two checkpoints: share of equal bits, largest and mean |A − B|, exact Wasserstein-1 distance
+    between the two sets of values."""
+
+    name: str
+    shape: tuple[int, ...]
+    equal: float
+    max_abs: float
+    mean_abs: float
+    wasserstein: float
+
+    @property
+    def differs(self) -> bool:
+        return self.equal < 1
+
+
+def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[WeightDiff]:
+    """Each weight of two checkpoints, then all of them together under the name `all`.
+
+    Source: the measures of arXiv 2405.02803, figures 7 and 8.
+
+    Raises:
+        ValueError: a file is no checkpoint or is damaged; the models differ.
+    """
+    with _opened(a) as file_a, _opened(b) as file_b:
+        try:
+            weights = [{d.name.removeprefix("/params/"): d for d in datasets(f["params"])} if "params" in f else {}
+                       for f in (file_a, file_b)]
+            for path, found in zip((a, b), weights):
+                if not found:
+                    raise ValueError(f"{path} is not a checkpoint: it has no group params")
+            shapes = [{n: d.shape for n, d in w.items()} for w in weights]
+            if shapes[0] != shapes[1]:
+                wrong = next(n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n))
+                raise ValueError(f"{a} and {b} are of different models: {wrong} has shape {shapes[0].get(wrong)} in the "
+                                 f"first, {shapes[1].get(wrong)} in the second")
+            results = [_weight(name, [d], [weights[1][name]], d.shape) for name, d in weights[0].items()]
+            everything = list(weights[0].values()), [weights[1][n] for n in weights[0]]
+            return [*results, _weight("all", *everything, (sum(d.size for d in everything[0]),))]
+        except OSError as e:
+            raise ValueError(f"{a} or {b} is damaged: {e}") from e
+
+
+def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"], shape: tuple[int, ...]) -> WeightDiff:
+    same = total = 0
+    largest = sum_abs = 0.0
+    for x, y in zip(_read_blocks(a), _read_blocks(b)):
+        d = np.abs(x.astype(np.float64) - y)
+        same += int(np.count_nonzero((x == y) & (np.signbit(x) == np.signbit(y)) | np.isnan(x) & np.isnan(y)))
+        total += d.size
+        largest, sum_abs = float(np.maximum(largest, d.max(initial=0))), sum_abs + float(d.sum())
+    distance = wasserstein(lambda: _read_blocks(a), lambda: _read_blocks(b))
+    return WeightDiff(name, shape, same / total if total else 1.0, largest, sum_abs / max(total, 1), distance)
+
+
+def _read_blocks(found: list["h5py.Dataset"]) -> Iterator[np.ndarray]:
+    for dataset in found:
+        for where in hdf5.blocks(dataset.shape, BLOCK):
+            yield hdf5.read_array(dataset, where)
+
+
+def wasserstein(a: Blocks, b: Blocks, limit: int = 1 << 22) -> float:
+    """The Wasserstein-1 distance ∫|F_a − F_b| of two sets of numbers, exactly, by sorting.
+
+    The numbers are sorted a range of values at a time, so that about `limit` of each are in memory; the blocks
+    are read again for each range. NaN where a number is not finite, or a set is empty.
+
+    Args:
+        a, b: give the blocks of each set, anew at every call.
+    """
+    counts = [np.zeros(1 << 16, np.int64) for _ in range(2)]
+    for count, blocks in zip(counts, (a, b)):
+        for x in blocks():
+            if not np.isfinite(x).all():
+                return math.nan
+            count += np.bincount(_bucket(x), minlength=len(count))
+    na, nb = (int(c.sum()) for c in counts)
+    if not na or not nb:
+        return math.nan
+    common = math.gcd(na, nb)
+    step_a, step_b = nb // common, -na // common  # the step of F_a − F_b at a number, times na·nb/common
+    total, level, last = 0.0, 0, None
+    for low, high in _ranges(np.maximum(*counts), limit):
+        both = [np.concatenate([x.reshape(-1)[inside] for x in blocks() if (inside := _between(x, low, high)).any()] or [[]])
+                for blocks in (a, b)]
+        z = np.concatenate(both).astype(np.float64)
+        if not z.size:
+            continue
+        order = np.argsort(z, kind="stable")
+        z = z[order]
+        levels = level + np.cumsum(np.where(order < len(both[0]), step_a, step_b))
+        total += abs(level) * (z[0] - last) if last is not None else 0.0
+        total += float((np.abs(levels[:-1]) * np.diff(z)).sum())
+        level, last = int(levels[-1]), z[-1]
+    return float(total) / (na * nb // common)
+
+
+def _bucket(x: np.ndarray) -> np.ndarray:
+    """The 16 leading bits of numbers as integers of the same order."""
+    bits = x.astype(np.float64).reshape(-1).view(np.uint64)
+    top = (bits >> np.uint64(48)).astype(np.int64)
+    return np.where(top >> 15, 0xFFFF - top, top | 0x8000)
+
+
+def _between(x: np.ndarray, low: int, high: int) -> np.ndarray:
+    bucket = _bucket(x)
+    return (bucket >= low) & (bucket < high)
+
+
+def _ranges(counts: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of buckets with at most `limit` numbers, unless one bucket has more."""
+    low, held = 0, 0
+    for i in np.flatnonzero(counts).tolist():
+        if held and held + counts[i] > limit:
+            yield low, i
+            low, held = i, 0
+        held += int(counts[i])
+    yield low, len(counts)

@@ -1,0 +1,83 @@
+"""One forward and backward pass of a checkpoint, on the batch that training would take next."""
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuflash.fixes import Fix, as_fix
+from cuflash.model.checkpoint import Header
+from cuflash.model.config import resolve
+from cuflash.model.data import batch, load
+from cuflash.model.gpt import GPT, Params
+from cuflash.model.run import Run
+from cuflash.model.sample import load_model
+from cuflash.philox import Key
+from cuflash.precision import as_precision
+
+
+@dataclass
+class Pass:
+    """A model, its batch x, y (B, T) and the key of the step: all that a pass depends on.
+
+    `step` is the step that training would do from this checkpoint, the checkpoint's own and one.
+    """
+
+    model: GPT
+    header: Header
+    checkpoint: int
+    x: np.ndarray
+    y: np.ndarray
+    key: Key
+    data: str
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint + 1
+
+    def run(self) -> tuple[float, Params]:
+        """Loss in nats and gradients of the batch."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            loss, grads, _ = self.model.loss_and_grads(self.x, self.y, self.key)
+        return loss, grads
+
+
+def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | None = None, data_seed: int | None = None,
+             batch_size: int | None = None, samples: Sequence[int] | None = None, precision: str | None = None,
+             rounds: Sequence[str] = (), settings: Sequence[str] = (), fix: Fix | str | None = None) -> Pass:
+    """The pass of a run's checkpoint, or of a checkpoint file.
+
+    Args:
+        path: a run folder, or a checkpoint file (then `data` is needed).
+        step: of the checkpoint; default the last.
+        data, data_seed, batch_size: instead of the run's; batch_size is 1 for a file.
+        samples: only samples up to the largest of these are computed; their numbers, and so their bits, stay.
+        precision, rounds, settings, fix: instead of the run's precision and fix, or changing them.
+
+    Raises:
+        ValueError: for any of these that is not valid, and for a damaged checkpoint.
+    """
+    path = pathlib.Path(path)
+    model, header, at = load_model(path, step)
+    seed = header.seed
+    if path.is_dir():
+        config = resolve(Run(path).config["train"])
+        data, data_seed = data or config.data, config.data_seed if data_seed is None else data_seed
+        batch_size = batch_size or config.batch_size
+    elif step is not None and step != at:
+        raise ValueError(f"--step {step}: {path} is the checkpoint of step {at}")
+    if data is None:
+        raise ValueError(f"{path} is a checkpoint and no run, so it says nothing of data: name one with --data")
+    size = batch_size or 1
+    if samples is not None:
+        outside = [s for s in samples if not 0 <= s < size]
+        if outside:
+            raise ValueError(f"--batch {', '.join(map(str, outside))}: the batch has samples 0 to {size - 1}")
+        size = max(samples) + 1
+    loaded = load(data)
+    loaded.check(header.model.vocab_size, header.model.block_size)
+    x, y = batch(loaded.train, header.model.block_size, range(size), seed=1 if data_seed is None else data_seed, step=at + 1)
+    p = as_precision(precision) if precision else model.precision
+    p = p.set(*settings).round(*rounds)
+    model = GPT(header.model, model.params, p, as_fix(header.fix if fix is None else fix))
+    return Pass(model, header, at, x, y, Key(seed, at + 1), loaded.sha256)

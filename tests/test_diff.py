@@ -1,0 +1,264 @@
+"""Differences of files against direct computation, and the bias that the case built for it has."""
+import csv
+import json
+import math
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuflash import diff as module
+from cuflash.attention import flash_attention_backward, flash_attention_forward
+from cuflash.diff import diff, diff_weights, matches, wasserstein
+from cuflash.dump import read, recording
+from cuflash.formats import round_to, ulp
+from cuflash.model import checkpoint
+from cuflash.model.gpt import GPTConfig, init_params
+from tests.test_cli import run
+from tests.test_dump import inputs
+from tests.test_statistics import paper_case
+
+
+def record(path, q, k, v, do=None, **options):
+    with recording(path):
+        o, saved = flash_attention_forward(q, k, v, **options)
+        if do is not None:
+            flash_attention_backward(do, saved)
+    return path
+
+
+def wide(x):
+    return x.astype(np.float64)
+
+
+# ---- dumps --------------------------------------------------------------------------------------
+
+def test_the_papers_case(tmp_path):
+    """Two exact ties, V in [−4, −2], a rest of the same sign below 1e-4: half of the sums are turned away from 0."""
+    q, k, v = paper_case(512, seed=31)
+    for precision in ("bf16", "fp32"):
+        record(tmp_path / f"{precision}.h5", q, k, v, precision=precision)
+    found = diff(tmp_path / "bf16.h5", tmp_path / "fp32.h5")
+    pv = next(s for s in found.sites if s.site == "attn.pv")
+    assert pv.signed_ulp == pytest.approx(-0.25, abs=0.01) and pv.z < -50 and pv.values == 512 * 64
+    assert found.first.site == "attn.p"  # of the rest: the first value that bf16 does not hold
+    back = next(s for s in diff(tmp_path / "fp32.h5", tmp_path / "bf16.h5").sites if s.site == "attn.pv")
+    assert back.signed_ulp == -pv.signed_ulp and back.se == pv.se
+    text = run("diff", str(tmp_path / "bf16.h5"), str(tmp_path / "fp32.h5"), code=1)
+    assert "first difference: fwd/L00/attn." in text
+    line = next(line for line in text.splitlines() if "attn.pv" in line)
+    assert "-0.25" in line or "-0.24" in line
+
+
+def test_measures_against_direct_computation(tmp_path):
+    q, k, v, do = inputs(2, 2, 2, 150, 150, 8, seed=32)
+    a = record(tmp_path / "a.h5", q, k, v, do, causal=True, precision="bf16")
+    b = record(tmp_path / "b.h5", q, k, v, do, causal=True, precision="fp32")
+    found = {s.name: s for s in diff(a, b).sites}
+    assert list(found) == list(read(a))
+    for name in ("fwd/L00/attn.p", "fwd/L00/attn.o_acc", "bwd/L00/attn.dq", "bwd/L00/attn.dk_acc", "fwd/L00/attn.x",
+                 "fwd/L00/attn.lse"):
+        x, y = wide(read(a)[name]), wide(read(b)[name])
+        shown = read(a).entry(name.rpartition("/")[2]).visible()
+        shown = np.broadcast_to(True if shown is None else shown, x.shape)
+        s = found[name]
+        assert s.values == np.count_nonzero(shown) and (name.endswith(("dq", "lse")) or s.values < x.size)
+        assert s.equal == np.mean((x == y)[shown])
+        x, y = x[shown], y[shown]
+        error = (x - y) / ulp(np.maximum(np.abs(y), np.abs(x) / 2), "fp32" if name.endswith("lse") else "bf16")
+        assert s.max_abs == np.abs(x - y).max() and s.max_ulp == np.abs(error).max()
+        # sums of fp64 numbers in another order
+        assert s.signed_ulp == pytest.approx(error.mean(), rel=1e-9, abs=1e-12)
+        assert s.mean_ulp == pytest.approx(np.abs(error).mean(), rel=1e-9)
+        assert s.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-12)
+        whole = wide(read(a)[name])
+        assert (s.a, s.b) == (whole[s.first], wide(read(b)[name])[s.first]) and s.a != s.b
+
+
+def test_standard_error_of_independent_errors_and_of_columns_that_err_alike(tmp_path):
+    rng = np.random.default_rng(33)
+    x = rng.uniform(1, 2, (300, 200)).astype(np.float32)
+    column = np.repeat(x[:1], 300, axis=0)
+    write(tmp_path / "a.h5", free=round_to(x, "bf16").astype(ml_dtypes.bfloat16).astype(np.float16), column=round_to(column, "bf16"))
+    write(tmp_path / "b.h5", free=x, column=column)
+    found = {s.name: s for s in diff(tmp_path / "a.h5", tmp_path / "b.h5").sites}
+    errors = (wide(round_to(x[0], "bf16")) - x[0]) / 2.0**-23
+    assert found["column"].se == pytest.approx(errors.std(ddof=1) / math.sqrt(200), rel=1e-9)
+    free = (wide(round_to(x, "bf16")) - x) / 2.0**-10
+    # The larger of two estimates from 200 and 300 clusters, each good to 5 %
+    assert found["free"].se == pytest.approx(free.std() / math.sqrt(x.size), rel=0.2)
+
+
+def test_equal_dumps_and_the_exit_code(tmp_path):
+    q, k, v, do = inputs(1, 2, 1, 30, 30, 8, seed=34)
+    a = record(tmp_path / "a.h5", q, k, v, do, precision="bf16-fa2")
+    b = record(tmp_path / "b.h5", q, k, v, do, precision="bf16-fa2")
+    found = diff(a, b)
+    assert not found.differs and found.first is None and all(s.equal == 1 for s in found.sites)
+    measured = [s for s in found.sites if s.site != "attn.dm"]  # −Inf alone: one tile
+    assert all(s.max_abs == s.signed_ulp == s.z == 0 for s in measured)
+    assert found.sites[0].cosine == pytest.approx(1, abs=1e-15)  # √Σa²·√Σa² is Σa² to a rounding
+    text = run("diff", str(a), str(b))
+    assert "the same bits" in text
+
+
+def test_blocks_do_not_change_the_measures(tmp_path, monkeypatch):
+    q, k, v, do = inputs(2, 2, 2, 90, 90, 8, seed=35)
+    a = record(tmp_path / "a.h5", q, k, v, do, causal=True, precision="bf16")
+    b = record(tmp_path / "b.h5", q, k, v, do, causal=True, precision="bf16-fa2")
+    whole = diff(a, b)
+    monkeypatch.setattr(module, "BLOCK", 700)
+    parts = diff(a, b)
+    assert whole.only_a == parts.only_a and "fwd/L00/attn.pv" in whole.only_a and whole.only_b == []
+    for x, y in zip(whole.sites, parts.sites):
+        for field in ("name", "values", "equal", "max_abs", "max_ulp", "first", "nonfinite"):
+            np.testing.assert_equal(getattr(x, field), getattr(y, field), err_msg=f"{x.name} {field}")
+        for field in ("signed_ulp", "se", "mean_ulp", "cosine"):  # sums in another order
+            assert getattr(x, field) == pytest.approx(getattr(y, field), rel=1e-9, abs=1e-15, nan_ok=True), (x.name, field)
+
+
+# ---- any HDF5 -----------------------------------------------------------------------------------
+
+def write(path, **arrays):
+    with h5py.File(path, "w") as f:
+        for name, a in arrays.items():
+            f[name.replace("__", "/")] = a
+    return path
+
+
+def test_any_two_files(tmp_path):
+    nan, inf = np.nan, np.inf
+    a = write(tmp_path / "a.h5", g__x=np.float32([1, -0.0, nan, inf, inf, 5]), n=np.int64([2**60, 3]), t=b"same", s=np.float64(2),
+              shape=np.zeros(3), mine=np.zeros(2), empty=np.zeros((0, 3)), flag=np.array([True, False]))
+    b = write(tmp_path / "b.h5", g__x=np.float64([1, 0.0, nan, inf, -inf, 5.5]), n=np.int64([2**60 + 1, 3]), t=b"same", s=np.float64(2),
+              shape=np.zeros(4), yours=np.zeros(2), empty=np.zeros((0, 3)), flag=np.array([True, True]))
+    found = diff(a, b)
+    by = {s.name: s for s in found.sites}
+    x = by["g/x"]
+    assert x.values == 6 and x.equal == 0.5 and x.first == (1,) and x.nonfinite == 1 and x.max_abs == 0.5
+    assert x.max_ulp == 0.5 / 2**-21  # in fp32 ulp of 5.5
+    assert by["n"].equal == 0.5 and by["n"].first == (0,) and math.isnan(by["n"].signed_ulp)
+    assert not by["t"].differs and not by["s"].differs and not by["empty"].differs
+    assert by["shape"].shapes == ((3,), (4,)) and by["shape"].differs and by["flag"].differs
+    assert found.only_a == ["mine"] and found.only_b == ["yours"]
+    assert [s.name for s in diff(a, b, ["g/*"]).sites] == ["g/x"]
+
+
+def test_bf16_files_differ_in_bf16_ulp(tmp_path):
+    q, k, v, _ = inputs(1, 1, 1, 20, 20, 8, seed=36)
+    a, b = (record(tmp_path / f"{n}.h5", q, k, x, precision="bf16") for n, x in (("a", v), ("b", v * np.float32(1 + 2**-7))))
+    s = next(s for s in diff(a, b).sites if s.site == "attn.v")
+    x, y = wide(read(a).read("attn.v")), wide(read(b).read("attn.v"))
+    assert s.max_ulp == np.abs((x - y) / ulp(np.maximum(np.abs(y), np.abs(x) / 2), "bf16")).max()
+    assert s.formats == ("bf16", "bf16")
+
+
+def test_an_ulp_is_that_of_the_rounded_value_and_bounded_near_zero(tmp_path):
+    fine = np.float32([1.9999, 1e-30, 0, 3])
+    coarse = np.array([2, 0.5, 0.25, 3], ml_dtypes.bfloat16).astype(np.float16)
+    a, b = write(tmp_path / "a.h5", x=coarse), write(tmp_path / "b.h5", x=fine)
+    s = diff(a, b).sites[0]
+    # 2 is a rounding of 1.9999, whose ulp is half as large; 0.5 − 1e-30 counts in ulp of 0.25
+    expected = [float(2 - np.float64(fine[0])) / 2**-10, 0.5 / 2**-12, 0.25 / 2**-13, 0]
+    assert s.max_ulp == 2048 and s.signed_ulp == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("name, patterns, wanted", [
+    ("fwd/L01/attn.p", ["attn.p"], True), ("fwd/L01/attn.pv", ["attn.p"], False), ("fwd/L01/attn.p", ["attn"], True),
+    ("fwd/L01/attn.p", ["fwd/L01"], True), ("fwd/L11/attn.p", ["fwd/L1"], False), ("fwd/L01/c_fc/linear.y", ["c_fc/linear.y"], True),
+    ("fwd/L01/attn.p", ["*/L0[01]/attn.?"], True), ("bwd/L01/attn.p", ["fwd/*"], False),
+])
+def test_names(name, patterns, wanted):
+    assert matches(name, patterns) is wanted
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("na, nb", [(1000, 1000), (1000, 700), (1, 5), (3, 3)])
+def test_wasserstein_is_exact(na, nb):
+    rng = np.random.default_rng(na + nb)
+    a = rng.standard_normal(na).astype(np.float32)
+    b = np.concatenate([rng.standard_normal(nb - nb // 3) * 2, np.zeros(nb // 3)]).astype(np.float32)
+    # ∫|F_a⁻¹ − F_b⁻¹| over the steps of both
+    steps = np.unique(np.concatenate([np.arange(1, na + 1) * nb, np.arange(1, nb + 1) * na]))
+    widths = np.diff(steps, prepend=0) / (na * nb)
+    at = steps - 1
+    expected = (np.abs(np.sort(wide(a))[at // nb] - np.sort(wide(b))[at // na]) * widths).sum()
+    for limit in (10, 200, 1 << 20):
+        found = wasserstein(lambda: np.array_split(a, 3), lambda: np.array_split(b, 2), limit)
+        assert found == pytest.approx(expected, rel=1e-12)  # fp64 sums in another order
+    if na == nb:
+        assert expected == pytest.approx(np.abs(np.sort(wide(a)) - np.sort(wide(b))).mean(), rel=1e-12)
+
+
+def test_wasserstein_of_a_shift_of_equals_and_of_no_numbers():
+    x = np.linspace(-2, 3, 100)
+    assert wasserstein(lambda: [x], lambda: [x[::-1] + 0.25]) == pytest.approx(0.25, rel=1e-12)
+    assert wasserstein(lambda: [x], lambda: [x[::-1]]) == 0
+    assert math.isnan(wasserstein(lambda: [x], lambda: [np.array([np.nan])]))
+    assert math.isnan(wasserstein(lambda: [x], lambda: [x[:0]]))
+
+
+def save(path, changed=None, n_embd=16):
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=n_embd, block_size=8)
+    params = init_params(config, 1)
+    for name, change in (changed or {}).items():
+        params[name] = params[name] + change
+    zeros = {n: np.zeros_like(p) for n, p in params.items()}
+    checkpoint.save(path, checkpoint.State(1, params, zeros, zeros), checkpoint.Header(config, "", "off", 1, "", "bytes"))
+    return path
+
+
+def test_weights(tmp_path):
+    noise = np.random.default_rng(37).standard_normal((64, 16)).astype(np.float32)
+    a = save(tmp_path / "a.h5")
+    b = save(tmp_path / "b.h5", {"h.0.mlp.c_fc.weight": noise, "ln_f.weight": np.float32(0.5)})
+    found = {w.name: w for w in diff_weights(a, b)}
+    params = init_params(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8), 1)
+    assert list(found) == [*sorted(params), "all"]
+    w = params["h.0.mlp.c_fc.weight"]
+    d = np.abs(wide(w) - (w + noise))
+    x = found["h.0.mlp.c_fc.weight"]
+    assert x.max_abs == d.max() and x.mean_abs == pytest.approx(d.mean(), rel=1e-12)
+    assert x.wasserstein == pytest.approx(np.abs(np.sort(wide(w), None) - np.sort(wide(w + noise), None)).mean(), rel=1e-12)
+    assert found["ln_f.weight"].wasserstein == 0.5 and not found["wte"].differs and found["wte"].wasserstein == 0
+    total = sum(p.size for p in params.values())
+    assert found["all"].shape == (total,) and found["all"].max_abs == x.max_abs
+    assert found["all"].equal == pytest.approx(1 - (noise.size + 16) / total, abs=2 / total)  # one or two noises vanish
+    with pytest.raises(ValueError, match="of different models: h.0.attn.c_attn.weight has shape"):
+        diff_weights(a, save(tmp_path / "c.h5", n_embd=8))
+    with pytest.raises(ValueError, match="is not a checkpoint: it has no group params"):
+        diff_weights(a, write(tmp_path / "d.h5", x=np.zeros(1)))
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+def test_csv_json_sorted_filtered(tmp_path):
+    q, k, v, do = inputs(1, 1, 1, 40, 40, 8, seed=38)
+    a = record(tmp_path / "a.h5", q, k, v, do, precision="bf16")
+    b = record(tmp_path / "b.h5", q, k, v, do, precision="fp32")
+    text = run("diff", str(a), str(b), "--site", "attn.p", "--site", "fwd/*/attn.o*", "--csv", str(tmp_path / "x.csv"),
+               "--json", str(tmp_path / "x.json"), code=1)
+    data = json.loads((tmp_path / "x.json").read_text())
+    names = [s["name"] for s in data["sites"]]
+    assert names == [f"fwd/L00/attn.{s}" for s in ("p", "o_scaled", "o_acc", "o")] and data["differs"] is True
+    with open(tmp_path / "x.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert [r["name"] for r in rows] == names and float(rows[0]["signed_ulp"]) == data["sites"][0]["signed_ulp"]
+    assert max(len(line) for line in text.splitlines()) <= 110
+    order = [line.split()[0] for line in run("diff", str(a), str(b), "--sort", "equal", code=1).splitlines() if line.startswith("  fwd/")]
+    equal = {s.name: s.equal for s in diff(a, b).sites}
+    assert [equal[n] for n in order] == sorted(equal[n] for n in order) and len(order) > 5
+
+
+def test_mistakes_of_the_command(tmp_path):
+    a = write(tmp_path / "a.h5", x=np.zeros(2))
+    b = write(tmp_path / "b.h5", y=np.zeros(2))
+    (tmp_path / "text.h5").write_text("hello")
+    for arguments, message in ((("a.h5", "b.h5"), "no dataset has one name in"), (("a.h5", "none.h5"), "no such file"),
+                               (("a.h5", "text.h5"), "not an HDF5 file"), (("a.h5", "."), "a file and a folder"),
+                               ((".", "."), "is not a run folder"), (("a.h5", "a.h5", "--site", "zz"), "of those chosen by zz")):
+        text = run("diff", *(str(tmp_path / x) if x == "." or x.endswith("h5") else x for x in arguments), code=2)
+        assert message in " ".join(text.split()) and "Traceback" not in text, text
+    assert a and b
