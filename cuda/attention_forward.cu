@@ -8,8 +8,7 @@
 // KEYS, is the numeric tile where registers hold it; a longer tile is gone through twice (three times for
 // `plain`, and for fixes with a tolerance), first for its maximum.
 //
-// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), AHEAD (S of the next tile is computed
-// meanwhile), BLOCKS (at least, of an SM);
+// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
 // SPLIT, the number of blocks that share the columns of O; IN, OUT, dtypes (float, bf16, fp16); DIRECT, whether
 // q, k, v are operands as they lie; COUNT, whether ties are counted.
 #include "arrays.cuh"
@@ -57,6 +56,11 @@ float exponential(float x) {
     if constexpr (exp_mufu) return ex2_approx(order_fa2 ? x : x * functions::LOG2E);
     else return order_fa2 ? exp2_defined<small>(x) : exp_defined<small>(x);
 }
+
+// The same bits where the exponents of a tile are known to be within `narrow`, after their rounding at attn.x.
+inline float exponential_narrow(float x) { return order_fa2 ? exp2_narrow(x) : exp_narrow(x); }
+constexpr float narrow = order_fa2 ? 124 : 85;
+constexpr bool has_narrow = !exp_mufu && (attn_x::is_fp32 || attn_x::is_bf16_rne || attn_x::is_fp16_rne);
 
 // S at its last site never exceeds m unless m is rounded more coarsely, or a fix may lower it.
 template <bool> struct Last { using S = attn_s_scaled; };
@@ -147,6 +151,29 @@ struct Rows {
         return x;
     }
 
+    // A row's maximum in the tile. As integers, positive floats are in order, and negative ones in order of magnitude:
+    // three-way integer maxima give the largest, if it is positive, and the least, `low`, if it is negative, at half
+    // the cost of fmaxf. low is 0 if no entry is negative, -Inf or NaN if an entry is no finite number.
+    __forceinline__ float tile_maximum(const float (&s)[M][N][4], int r, float& low) const {
+        int high = static_cast<int>(0x80000000);
+        unsigned least = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float* x = s[r / 2][j] + r % 2 * 2;
+            high = max(max(high, __float_as_int(x[0])), __float_as_int(x[1]));
+            if constexpr (has_narrow) least = max(max(least, __float_as_uint(x[0])), __float_as_uint(x[1]));
+        }
+#pragma unroll
+        for (int lane = 2; lane; lane /= 2) {
+            high = max(high, __shfl_xor_sync(0xFFFFFFFFu, high, lane));
+            if constexpr (has_narrow) least = max(least, __shfl_xor_sync(0xFFFFFFFFu, least, lane));
+        }
+        const bool positive = high >= 0 && high < 0x7F800000;
+        low = !positive ? -INF : least >> 31 ? __uint_as_float(least) : 0.f;
+        if (__all_sync(0xFFFFFFFFu, positive)) return __int_as_float(high);
+        return quad_max(maximum(s, r));
+    }
+
     // This thread's entries of a row within ε of its maximum.
     __forceinline__ int count_ties(const float (&s)[M][N][4], int r, float r_m) const {
         const float epsilon = order_fa2 ? fix::epsilon / p.scale : fix::epsilon;
@@ -190,12 +217,6 @@ struct Rows {
         return rnd<attn_m>(functions::max_nan(m[r], rnd<attn_m>(m_tile, here)), here);
     }
 
-    // The same for a tile whose S is in registers.
-    __forceinline__ float new_maximum(const float (&s)[M][N][4], int r) {
-        const float r_m = quad_max(maximum(s, r));
-        return new_maximum(r, r_m, counts_ties ? quad_sum(count_ties(s, r, r_m)) : 0);
-    }
-
     // Moves a row to its new maximum: l is scaled (under `fa2`, by its next addition), alpha is for O.
     __forceinline__ float move(int r, float m_new) {
         const At here = at(row(r));
@@ -211,12 +232,23 @@ struct Rows {
         return order_fa2 ? s * p.base2_scale - m0 * p.base2_scale : s - m0;
     }
 
+    // Moves a row to its maximum after a tile whose S is in registers. is_narrow: whether all its exponents are.
+    __forceinline__ float take_maximum(const float (&s)[M][N][4], int r, bool& is_narrow) {
+        float low;
+        const float r_m = tile_maximum(s, r, low);
+        const float alpha = move(r, new_maximum(r, r_m, counts_ties ? quad_sum(count_ties(s, r, r_m)) : 0));
+        is_narrow = exponent(low, r) >= -narrow && exponent(r_m, r) <= narrow;
+        return alpha;
+    }
+
     // P̄ of a row before its rounding, from S at fragment j, entries e = 0 and 1.
+    template <bool is_narrow>
     __forceinline__ float2 probabilities(const float (&s)[M][N][4], int r, int j, int k0) const {
         const At here = at(row(r), k0 + column(j, 0)), next = at(row(r), k0 + column(j, 1));
-        const float* x = s[r / 2][j] + r % 2 * 2;
-        return {exponential<m_is_maximum>(rnd<attn_x>(exponent(x[0], r), here)),
-                exponential<m_is_maximum>(rnd<attn_x>(exponent(x[1], r), next))};
+        const float x = rnd<attn_x>(exponent(s[r / 2][j][r % 2 * 2], r), here);
+        const float y = rnd<attn_x>(exponent(s[r / 2][j][r % 2 * 2 + 1], r), next);
+        if constexpr (is_narrow) return {exponential_narrow(x), exponential_narrow(y)};
+        else return {exponential<m_is_maximum>(x), exponential<m_is_maximum>(y)};
     }
 
     __forceinline__ void put(Weights<product_pv, M, N>& w, int r, int j, float2 x, int k0) const {
@@ -231,13 +263,14 @@ struct Rows {
 
     // P̄ of fragments j0 to j1 at its site; adds this thread's columns of each row to its sum in ascending order.
     // Under `fa2` the first of a tile scales the sum by alpha, in one rounding; 1 is no scaling.
+    template <bool is_narrow>
     __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int k0, const float (&alpha)[R],
                                float (&sum)[R], int j0 = 0, int j1 = N) const {
 #pragma unroll
         for (int j = j0; j < j1; j++)
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                const float2 x = probabilities(s, r, j, k0);
+                const float2 x = probabilities<is_narrow>(s, r, j, k0);
                 put(w, r, j, x, k0);
                 const int e = r % 2 * 2;
                 const float first = l_from_rounded ? w.value(r / 2, j, e) : x.x;
@@ -410,8 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(
     Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * QTile::row};
     rows.clear();
     const unsigned tiles_shared = q_shared + QTile::bytes;
-    if constexpr (one_chunk && AHEAD) ahead_tiles(rows, heads, tiles_shared, key_end(q1 - 1));
-    else if constexpr (one_chunk) short_tiles(rows, heads, tiles_shared, key_end(q1 - 1));
+    if constexpr (one_chunk) short_tiles(rows, heads, tiles_shared, key_end(q1 - 1));
     else long_tiles<order_fa2 || algorithm_plain>(rows, heads, tiles_shared, q1, key_end(q1 - 1), first);
     rows.finish(b, head, first);
 }

@@ -8,11 +8,19 @@ inline void add_tile(Rows& rows, float (&s)[M][N][4], unsigned v_shared, int j, 
     float alpha[R], sum[R];
     Weights<product_pv, M, N> w;
     rows.scores(s, k0, min(k0 + KEYS, rows.shape.tk));
+    bool is_narrow = has_narrow;
 #pragma unroll
     for (int r = 0; r < R; r++) {
-        alpha[r] = rows.move(r, rows.new_maximum(s, r));
+        bool row_is_narrow;
+        alpha[r] = rows.take_maximum(s, r, row_is_narrow);
         sum[r] = order_fa2 ? rows.l[r] : 0.f;
+        is_narrow &= row_is_narrow;
     }
+    is_narrow = __all_sync(0xFFFFFFFFu, is_narrow);
+    auto weigh = [&](int j0, int j1) {
+        if (has_narrow && is_narrow) rows.weigh<has_narrow>(w, s, k0, alpha, sum, j0, j1);
+        else rows.weigh<false>(w, s, k0, alpha, sum, j0, j1);
+    };
     if constexpr (WARPGROUP && (order_fa2 || C <= 16)) {
         // Each 16 keys of P̄ go to the tensor core while the next are on their way.
         float pv[M][C][4];
@@ -21,7 +29,7 @@ inline void add_tile(Rows& rows, float (&s)[M][N][4], unsigned v_shared, int j, 
         });
 #pragma unroll
         for (int k = 0; k < N / 2; k++) {
-            rows.weigh(w, s, k0, alpha, sum, 2 * k, 2 * k + 2);
+            weigh(2 * k, 2 * k + 2);
             begin_step<product_pv, VTile>(pv, w, v_shared, 0, k);
         }
         end_steps(pv);
@@ -29,7 +37,7 @@ inline void add_tile(Rows& rows, float (&s)[M][N][4], unsigned v_shared, int j, 
             o = rows.joined(o, alpha[2 * i + e / 2], pv[i][c][e], here);
         });
     } else {
-        rows.weigh(w, s, k0, alpha, sum);
+        weigh(0, N);
         rows.add_values(w, v_shared, alpha, first);
     }
 #pragma unroll
@@ -65,46 +73,6 @@ void short_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
             __syncthreads();
             load(step + 1);
         }
-    }
-}
-
-// The same for warpgroups, and the next tile's S is on its way, too: tensor cores work during exp. All rows of
-// the block are of one numeric query tile, so that no branch around wgmma depends on the warp.
-void ahead_tiles(Rows& rows, const Heads& heads, unsigned shared, int end) {
-    const int count = (end + KEYS - 1) / KEYS;
-    const unsigned v_shared = shared + 2 * KTile::bytes;
-    auto k0 = [&](int step) { return tile_at(step, count) * KEYS; };
-    auto load_keys = [&](int step) {
-        if (step < count) heads.load_keys(shared + step % 2 * KTile::bytes, k0(step), min(k0(step) + KEYS, rows.shape.tk));
-    };
-    auto load_values = [&](int step) {
-        if (step < count) heads.load_values(v_shared + step % 2 * VTile::bytes, k0(step), min(k0(step) + KEYS, rows.shape.tk));
-        copy_commit();
-    };
-    auto multiply = [&](float (&s)[M][N][4], int step) {
-        if (step < count) rows.multiply(s, shared + step % 2 * KTile::bytes);
-    };
-    auto add = [&](float (&s)[M][N][4], float (&next)[M][N][4], int step) {
-        // Here all warps are done with S of this step and P̄V of the last, whose buffers are loaded again.
-        copy_wait<0>();
-        publish();
-        load_keys(step + 2);
-        load_values(step + 1);
-        multiply(next, step + 1);
-        add_tile(rows, s, v_shared + step % 2 * VTile::bytes, tile_at(step, count), heads.first);
-    };
-    float s[2][M][N][4];
-    load_keys(0);
-    copy_commit();
-    load_keys(1);
-    load_values(0);
-    copy_wait<1>();
-    publish();
-    multiply(s[0], 0);
-    product_wait(s[0]);
-    for (int step = 0; step < count; step += 2) {
-        add(s[0], s[1], step);
-        if (step + 1 < count) add(s[1], s[0], step + 1);
     }
 }
 
@@ -174,7 +142,7 @@ void plain_row_sum(Rows& rows, const Heads& heads, unsigned shared, int seen) {
         for (int r = 0; r < R; r++)
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float2 x = rows.probabilities(s, r, j, chunk);
+                const float2 x = rows.probabilities<false>(s, r, j, chunk);
                 sum[r] += x.x;
                 sum[r] += x.y;
             }
@@ -189,7 +157,7 @@ void plain_weigh(const Rows& rows, Weights<product_pv, M, N>& w, const float (&s
     const int last = l == 0 && rows.raw_maximum(r) == -INF ? -1 : rows.shape.last_key(rows.row(r)) - k0;
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        float2 x = rows.probabilities(s, r, j, k0);
+        float2 x = rows.probabilities<false>(s, r, j, k0);
         x = order_fa2 ? make_float2(x.x * inverse, x.y * inverse) : make_float2(x.x / l, x.y / l);
         if (rows.column(j, 0) > last) x.x = 0;
         if (rows.column(j, 1) > last) x.y = 0;
@@ -245,7 +213,7 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
                 float scaled[R];
 #pragma unroll
                 for (int r = 0; r < R; r++) scaled[r] = chunk == k0 ? alpha[r] : 1.f;
-                rows.weigh(w, s, chunk, scaled, sum);
+                rows.weigh<false>(w, s, chunk, scaled, sum);
             }
             if constexpr (in_place) product_columns<product_pv, VTile>(rows.o, w, shared + KTile::bytes, 0);
             else product_columns<product_pv, VTile>(pv, w, shared + KTile::bytes, 0);

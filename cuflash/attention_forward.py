@@ -242,7 +242,6 @@ class Geometry(NamedTuple):
     warps: int
     keys: int
     stages: int  # of shared memory
-    ahead: bool  # the next tile's S is computed meanwhile
     blocks: int  # of an SM, at least
     split: int  # blocks that share the columns of O
     shared: int  # bytes
@@ -271,28 +270,32 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
     at_once = bc is not None and bc <= 128
     split = 1 if at_once or columns <= 128 else 2
 
-    # A thread's registers hold S (keys / 2 for each 16 rows of the warp), O (columns / 2) and, where the product
-    # of a long tile starts from zero, that product: 192 of 255 can.
+    # A thread's registers hold S (keys / 2 for each 16 rows of the warp), O (columns / 2) and a product that starts
+    # from zero (columns / 2): 96 of 128, 128 of 168 and 192 of 255 can, for 4, 3 and 2 warpgroups on an SM.
     half, shapes = all(halves), []
     if half and capability == 90 and columns % 64 == 0 and (br is None or br % 64 == 0):
-        if at_once and bc in (64, 128):
-            shapes += [(True, 16, 4, bc, 2, False, 3), (True, 16, 4, bc, 1, False, 3), (True, 16, 4, bc, 1, False, 2),
-                       (True, 16, 8, bc, 1, False, 1)]
-        elif not at_once:
-            shapes.append((True, 16, 4, 64, 1, False, 2))
-    if at_once and half:
+        if not at_once:
+            shapes.append((True, 16, 4, 64, 1, 2))
+        elif bc in (64, 128):
+            registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2
+            if registers <= 96:
+                shapes += [(True, 16, 8, bc, 2, 2), (True, 16, 4, bc, 1, 4)]
+            if registers <= 128:
+                shapes += [(True, 16, 4, bc, 2, 3), (True, 16, 4, bc, 1, 3)]
+            shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
+    if half and at_once:
         if bc + columns <= 192 and (br is None or br % 32 == 0):
-            shapes.append((False, 32, 4, bc, 2, False, 1))
-        shapes += [(False, 16, 8, bc, 2, False, 1), (False, 16, 8, bc, 1, False, 1)]
+            shapes.append((False, 32, 4, bc, 2, 1))
+        shapes += [(False, 16, 8, bc, 2, 1), (False, 16, 8, bc, 1, 1)]
     if at_once:
-        shapes.append((False, 16, 4, bc, 1, False, 1))
-    shapes += [(False, 16, 4, keys, 1, False, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
-    for warpgroup, rows, warps, keys, stages, ahead, blocks in shapes:
+        shapes.append((False, 16, 4, bc, 1, 1))
+    shapes += [(False, 16, 4, keys, 1, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
+    for warpgroup, rows, warps, keys, stages, blocks in shapes:
         unit, padding = (64, 0) if warpgroup else (16, 16)
         k_row, v_row = columns * k_bytes + padding, -(-columns // unit // split) * unit * v_bytes + padding
         size = rows * warps * k_row + stages * keys * (k_row + v_row)
         if size * blocks <= limit:
-            return Geometry(warpgroup, rows, warps, keys, stages, ahead, blocks, split, size)
+            return Geometry(warpgroup, rows, warps, keys, stages, blocks, split, size)
     raise ValueError(f"head_dim {head_dim} needs {size} bytes of shared memory here, the device has {limit}")
 
 
@@ -314,7 +317,7 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
     g = geometry(precision, head_dim, halves, capability)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
-               "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "AHEAD": g.ahead, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
+               "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
                "DIRECT": direct, "COUNT": count}
     return g, defines, precision_header(precision, head_dim, "fwd", accumulator, fix, layer, head)
 
