@@ -45,6 +45,10 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--checkpoint-every", int, "Steps between checkpoints; 0 writes one at the end.  [default: 0]"),
     ("--keep", int, "Checkpoints kept, the last ones; 0 keeps all.  [default: 3]"),
     ("--log-every", int, "Steps between lines of the log and of metrics.csv.  [default: 20]"),
+    ("--watch", str, "Measure the roundings of these sites at every step, as attn or attn.pv,linear.y; the most biased ones "
+                     "are logged, all go to layers.h5. Watching attn makes a step on a CPU about three times as long."),
+    ("--dump-every", int, "Steps between dumps of intermediates in dumps/; 0 never.  [default: 0]"),
+    ("--dump-sites", str, "Sites of a dump: all, or names and prefixes with commas between.  [default: attn]"),
 ]
 
 

@@ -142,6 +142,8 @@ class Recorder:
 
     def __call__(self, rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
         """One value, or a part of one: (G, rows, columns) or (G, rows) where attention's site has heads."""
+        if self._rounder is None:
+            self.selection.check(rnd.precision)
         if rnd is not self._rounder:
             self._flush()
             self._rounder = rnd
@@ -200,14 +202,13 @@ class Recorder:
     def _start(self, rnd: Rounder) -> None:
         step = rnd.key.step if rnd.key else 0
         if self._precision is None:
-            self.selection.check(rnd.precision)
             self._precision, self._step = rnd.precision, step
             self._attributes.setdefault("seed", np.uint64(rnd.key.seed if rnd.key else 0))
         if step != self._step:
             raise ValueError(f"a recording takes one step; {self.path} has step {self._step}, now came step {step}")
 
     def _attention(self, rnd: Rounder, site: str, values: np.ndarray) -> None:
-        name = _name(rnd.direction, rnd.layer, "", site)
+        name = place_name(rnd.direction, rnd.layer, "", site)
         here = self._sites.get(name)
         if here is None:
             here = self._sites[name] = self._attention_site(rnd, site, name)
@@ -244,7 +245,7 @@ class Recorder:
     def _network(self, rnd: Rounder, site: str, values: np.ndarray) -> None:
         """(samples, T, C) of a site with tokens, (1, out, in) of a weight, (1, 1, n) of a bias."""
         inner, parameter = SITES[site].axes, SITES[site].axes == "oi"
-        name = _name(rnd.direction, rnd.layer, rnd.module, site)
+        name = place_name(rnd.direction, rnd.layer, rnd.module, site)
         bias = parameter and values.shape[-2] == 1 and (not rnd.module.startswith("ln_") or name in self._sites)
         if bias:
             name += ".bias"
@@ -464,7 +465,8 @@ def _is_causal(visible: np.ndarray) -> bool:
     return visible.ndim == 2 or bool((visible.any(axis=-1) & ~visible.all(axis=-1)).any())
 
 
-def _name(direction: str, layer: int, module: str, site: str) -> str:
+def place_name(direction: str, layer: int, module: str, site: str) -> str:
+    """Where a site lies in a dump: `fwd/L01/attn.p`, `bwd/L01/c_fc/linear.dy`, `fwd/lm_head/logits`."""
     parts = [direction, f"L{layer:02d}" if layer != NO_LAYER else "", "" if site.startswith("attn.") else module, site]
     return "/".join(p for p in parts if p)
 

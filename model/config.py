@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from typing import Any
 
+from cuflash.dump import Selection
 from cuflash.errors import unknown
 from cuflash.fixes import as_fix
 from cuflash.model.gpt import GPTConfig
@@ -32,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 # What --resume may change: nothing that training itself sees.
-RESUMABLE = frozenset({"steps", "eval_every", "checkpoint_every", "keep", "log_every"})
+RESUMABLE = frozenset({"steps", "eval_every", "checkpoint_every", "keep", "log_every", "watch", "dump_every", "dump_sites"})
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class TrainConfig:
     checkpoint_every: int
     keep: int
     log_every: int
+    watch: str
+    dump_every: int
+    dump_sites: str
 
     def __post_init__(self) -> None:
         self.gpt()
@@ -79,7 +83,7 @@ class TrainConfig:
                 raise unknown(f"--{name}", getattr(self, name), valid)
         for name in ("batch_size", "grad_accum", "steps", "log_every"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup_steps", "lr_decay_steps", "eval_every", "checkpoint_every", "keep"):
+        for name in ("warmup_steps", "lr_decay_steps", "eval_every", "checkpoint_every", "keep", "dump_every"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("lr", "min_lr", "weight_decay", "grad_clip"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a finite number, 0 or more")
@@ -88,7 +92,9 @@ class TrainConfig:
         for name in ("seed", "data_seed"):
             self._check(name, 0 <= getattr(self, name) < 1 << 64, "0 to 2**64 − 1")
         self.resolved_fix()
-        self.resolved_precision()
+        precision = self.resolved_precision()
+        for sites in filter(None, (self.watch, self.dump_sites)):
+            Selection(sites).check(precision)
 
     def _check(self, name: str, good: bool, valid: str) -> None:
         if not good:
@@ -147,6 +153,7 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
         "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (),
         "set": (), "fix": "off",
         "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
+        "watch": "", "dump_every": 0, "dump_sites": "attn",
     }
     for name in given:
         if name not in FIELDS:

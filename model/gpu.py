@@ -19,6 +19,8 @@ def refusal(config: TrainConfig) -> str | None:
     """Why no GPU here can train this; None if one can."""
     if reason := kernels.gpu_reason():
         return reason
+    if config.watch or config.dump_every:
+        return "attention's kernels do not show their values to --watch and --dump-every; a CPU does"
     try:
         from cupy.cuda import cublas  # noqa: F401
     except ImportError as error:

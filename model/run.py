@@ -11,7 +11,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from cuflash.whole_file import whole_file
+
+if TYPE_CHECKING:
+    from cuflash.dump import Dump
+    from cuflash.model.layers import Layers
 
 CONFIG = "config.toml"
 METRICS = "metrics.csv"
@@ -57,6 +63,29 @@ class Run:
         """(step, file), steps ascending."""
         found = ((CHECKPOINT.fullmatch(f.name), f) for f in (self.path / "checkpoints").glob("*.h5"))
         return sorted((int(match[1]), f) for match, f in found if match)
+
+    @property
+    def layers(self) -> "Layers":
+        """Spectral norms and site statistics over the steps: `run.layers["spectral/L01/q"]`, `.steps`."""
+        from cuflash.model.layers import LAYERS, Layers
+        if not (self.path / LAYERS).is_file():
+            raise ValueError(f"{self.path} has no {LAYERS} yet: it is written with each checkpoint")
+        return Layers.load(self.path / LAYERS)
+
+    def dump_path(self, step: int) -> pathlib.Path:
+        return self.path / "dumps" / f"step_{step:08d}.h5"
+
+    def dumps(self) -> list[int]:
+        """Steps of the dumps, ascending."""
+        return sorted(int(m[1]) for f in (self.path / "dumps").glob("*.h5") if (m := CHECKPOINT.fullmatch(f.name)))
+
+    def dump(self, step: int) -> "Dump":
+        """The dump of a step: `run.dump(100).read("attn.p", layer=1)`."""
+        from cuflash.dump import read
+        if not self.dump_path(step).is_file():
+            raise ValueError(f"{self.path} has no dump of step {step}; it has {', '.join(map(str, self.dumps())) or 'none'}: "
+                             "cuflash train --dump-every writes them, cuflash dump one of any checkpoint")
+        return read(self.dump_path(step))
 
     def checkpoint_path(self, step: int) -> pathlib.Path:
         return self.path / "checkpoints" / f"step_{step:08d}.h5"
@@ -133,17 +162,8 @@ def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> 
     Raises:
         OSError: as the system gave it, its message naming `path`; nothing is left behind.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with whole_file(path) as partial:
         write(partial)
-        with open(partial, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException as e:
-        partial.unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise OSError(e.errno, f"cannot write {path}: {e.strerror or e}") from e
-        raise
 
 
 def next_free(parent: pathlib.Path, stem: str) -> pathlib.Path:

@@ -16,6 +16,7 @@ from cuflash.model.config import TrainConfig
 from cuflash.model.data import Data, batch
 from cuflash.model.gpt import GPT, NO_LAYER, Params, init_params
 from cuflash.model.gpu import OnGpu, use_gpu
+from cuflash.model.observe import Observer
 from cuflash.model.run import METRICS, Metrics, Run
 from cuflash.philox import Key
 from cuflash.sites import Rounder
@@ -208,17 +209,20 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
     c, state = trainer.config, trainer.state
     loss_z, norm_z = ZScore(state.losses), ZScore(state.norms)
     metrics = Metrics(run.path / METRICS, columns(c.n_layer), after=state.step if resumed else None)
+    observer = Observer(trainer, run, NonFinite, resumed=resumed)
 
     def save() -> None:
         state.losses, state.norms = list(loss_z.values), list(norm_z.values)
         checkpoint.save(run.checkpoint_path(state.step), state, header(c, trainer.data))
         run.keep_last(c.keep)
+        observer.save()
 
     try:
         since, begun = state.step, time.perf_counter()
         while state.step < c.steps:
             try:
-                result = trainer.step()
+                with observer.step(state.step + 1):
+                    result = trainer.step()
                 last, stopping = state.step == c.steps, stop()
                 evaluated = last or (c.eval_every and state.step % c.eval_every == 0)
                 logged = state.step % c.log_every == 0 or evaluated
@@ -239,6 +243,8 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                     row["val_loss"] = trainer.evaluate()
                 metrics.write({k: f"{v:.1f}" if k in ("ms", "tokens_per_s") else v for k, v in row.items()})
                 say(line(row, c.steps))
+                if biased := observer.log(state.step):
+                    say(biased)
                 since, begun = state.step, time.perf_counter()
             if saved:
                 save()

@@ -1,0 +1,127 @@
+"""layers.h5 of a run: spectral norms of the weights, and what the watched sites measured, by step, layer and head."""
+import io
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuflash.dump import place_name
+from cuflash.dump_file import datasets
+from cuflash.errors import unknown
+from cuflash.model.gpt import GPT
+from cuflash.statistics import SiteStatistics
+from cuflash.whole_file import whole_file
+
+LAYERS = "layers.h5"
+FORMAT = "cuflash layers 1"
+MEASURES = ("count", "mean", "se", "away", "away_se", "max", "overflow", "underflow", "ties", "changed", "nonfinite")
+ITERATIONS = 30
+
+
+class Layers(Mapping[str, np.ndarray]):
+    """Series over `steps`: `spectral/L01/q` (n,), `spectral/L01/q_heads` (n, heads), `sites/fwd/L01/attn.pv/mean` (n, heads).
+
+    NaN where a step has no value.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._series: dict[str, list[tuple[int, np.ndarray]]] = {}  # (index of the step, value)
+
+    @classmethod
+    def load(cls, path: pathlib.Path, after: int | None = None) -> "Layers":
+        """From a file; only steps up to `after`, as a resume wants it.
+
+        Raises:
+            ValueError: not such a file, or damaged.
+        """
+        import h5py
+        self = cls()
+        try:
+            with h5py.File(path, "r") as f:
+                if f.attrs.get("format") != FORMAT:
+                    raise ValueError(f"{path}: an HDF5 file, but not {FORMAT!r}")
+                steps = f["steps"][:]
+                keep = len(steps) if after is None else int(np.searchsorted(steps, after, side="right"))
+                self._steps = steps[:keep].tolist()
+                for dataset in datasets(f):
+                    if dataset.name != "/steps":
+                        self._series[dataset.name.lstrip("/")] = list(enumerate(dataset[:keep]))
+        except (OSError, KeyError) as e:
+            raise ValueError(f"{path}: damaged, cut short or not HDF5 ({e})") from e
+        return self
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.array(self._steps, np.int64)
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """The values of a step, after those before."""
+        self._steps.append(step)
+        for name, value in values.items():
+            self._series.setdefault(name, []).append((len(self._steps) - 1, np.asarray(value, np.float64)))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._series:
+            raise unknown("series", name, self._series)
+        found = self._series[name]
+        out = np.full((len(self._steps), *found[0][1].shape), np.nan)
+        for i, value in found:
+            out[i] = value
+        return out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes the file whole; made in memory first, because HDF5 cannot close a file on a full disk."""
+        import h5py
+        image = io.BytesIO()
+        with h5py.File(image, "w") as f:
+            f.attrs["format"] = FORMAT
+            f["steps"] = self.steps
+            for name in self:
+                f.create_dataset(name, data=self[name], shuffle=True, compression=1)
+        with whole_file(path) as partial:
+            partial.write_bytes(image.getbuffer())
+
+
+def spectral_norm(w: Any, iterations: int = ITERATIONS) -> float:
+    """The largest singular value of a matrix (NumPy or CuPy), from below, by power iteration from a fixed start."""
+    v = w.T @ (w.sum(axis=1) + w[:, 0])
+    for _ in range(iterations):
+        norm = float((v * v).sum()) ** 0.5
+        if not 0 < norm < np.inf:
+            return norm
+        v = w.T @ (w @ (v / norm))
+    return float((v * v).sum()) ** 0.25
+
+
+def spectral_norms(model: GPT) -> dict[str, Any]:
+    """Of every matrix in the blocks, W_Q, W_K and W_V each by itself, W_Q also by head.
+
+    Source: arXiv 2510.04212, figures 3 and 11.
+    """
+    found: dict[str, Any] = {}
+    n_head = model.config.n_head
+    for i in range(model.config.n_layer):
+        at = f"spectral/L{i:02d}/"
+        parts = model.params[f"h.{i}.attn.c_attn.weight"].reshape(3, n_head, -1, model.config.n_embd)
+        for name, w in zip("qkv", parts):
+            found[at + name] = spectral_norm(w.reshape(-1, w.shape[-1]))
+        found[f"{at}q_heads"] = [spectral_norm(w) for w in parts[0]]
+        for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            found[at + name] = spectral_norm(model.params[f"h.{i}.{name}.weight"])
+    return found
+
+
+def site_series(by_head: Iterable[SiteStatistics]) -> dict[str, Any]:
+    """What sites measured, one value a head."""
+    heads: dict[str, list[SiteStatistics]] = {}
+    for s in by_head:
+        heads.setdefault("sites/" + place_name(s.direction, s.layer, s.module, s.site), []).append(s)
+    return {f"{name}/{measure}": [getattr(s, measure) for s in some] for name, some in heads.items() for measure in MEASURES}
