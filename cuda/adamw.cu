@@ -26,8 +26,9 @@ inline float4 operator+(float4 a, float b) { return make_float4(a.x + b, a.y + b
 // gradients are multiplied by. failed: not 0 once a step's loss or norm was not finite; then nothing changes any more.
 extern "C" __global__ void __launch_bounds__(256) adamw(
     float* w, const float* g, float* m, float* v, const int* blocks, const int* tensor_of, const Tensor* tensors,
-    const float* clip, const int* failed, const Scalars s, Place place) {
+    const float* clip, const int* failed, const Scalars* scalars, Place place) {
     if (*failed) return;
+    const Scalars s = *scalars;
     const int block = blocks[blockIdx.x];
     const Tensor tensor = tensors[tensor_of[block]];
     const float factor = *clip;

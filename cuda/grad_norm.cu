@@ -5,10 +5,10 @@
 #include "rows.cuh"
 
 // norm: √Σ. clip: min(1, grad_clip / (norm + 1e-6)), 1 where grad_clip is 0. losses: of the step's `micro` micro-batches.
-// failed: set to `step`, unless it is set, where the norm or a loss is not finite.
+// failed: set to *step, unless it is set, where the norm or a loss is not finite.
 extern "C" __global__ void __launch_bounds__(THREADS) grad_norm(const float* sums, long long n, double grad_clip, float* norm,
                                                                 float* clip, const float* losses, int micro, int* failed,
-                                                                int step) {
+                                                                const int* step) {
     __shared__ float shared[32];
     Sums mine;
     for (long long i = 4 * threadIdx.x; i < n; i += 4 * THREADS) mine.add(load4_flat(sums, i, n));
@@ -19,5 +19,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) grad_norm(const float* sum
     *clip = grad_clip > 0 && factor < 1 ? (float)factor : 1.f;
     bool finite = isfinite(total);
     for (int i = 0; i < micro; i++) finite &= isfinite(losses[i]);
-    if (!finite && *failed == 0) *failed = step;
+    if (!finite && *failed == 0) *failed = *step;
 }

@@ -81,11 +81,20 @@ class AdamWCuda:
         self.groups = [(sites, cupy.asarray(np.array(blocks, np.int32))) for sites, blocks in groups.items()]
         self.tensors, self.tensor_of = cupy.asarray(tensors.view(np.uint8)), cupy.asarray(tensor_of)
 
-    def update(self, g: Flat, clip: Any, failed: Any, *, step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95,
-               eps: float = 1e-8, weight_decay: float = 0.0) -> None:
-        """One update. clip and failed: as `grad_norm_cuda` leaves them; once `failed` is set nothing changes."""
-        scalars = np.array([1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step), eps,
-                            lr / (1 - beta1 ** step)]).astype(np.float32).view("V28")
+    @staticmethod
+    def scalars(*, step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8,
+                weight_decay: float = 0.0) -> np.ndarray:
+        """What `adamw_update` computes of these numbers before it looks at an array: (7,) fp32."""
+        return np.array([1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step), eps,
+                         lr / (1 - beta1 ** step)]).astype(np.float32)
+
+    def update(self, g: Flat, clip: Any, failed: Any, scalars: Any) -> None:
+        """One update.
+
+        Args:
+            clip, failed: as `grad_norm_cuda` leaves them; once `failed` is set nothing changes.
+            scalars: of this step, on the GPU.
+        """
         place = launch.place((1, 1), self.rounder(next(iter(self.w.arrays))), sample=0)
         for sites, blocks in self.groups:
             launch.run("adamw", "adamw", blocks.size, 256,

@@ -23,18 +23,18 @@ def clip_factor(norm: float, grad_clip: float) -> float:
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-def grad_norm_cuda(gradients: Any, grad_clip: float, losses: Any, failed: Any, step: int) -> tuple[Any, Any]:
+def grad_norm_cuda(gradients: Any, grad_clip: float, losses: Any, failed: Any, step: Any) -> tuple[Any, Any]:
     """`grad_norm` and `clip_factor` on the device, of gradients that lie in one buffer: (norm, factor), no axes.
 
     Args:
         gradients: fp32, each array padded with zeros to a multiple of 8192 elements (`flat.Flat.buffer`).
         losses: fp32, those of the step's micro-batches.
         failed: int32, one element: set to `step` where the norm or a loss is not finite, unless it is set.
+        step: int32, one element.
     """
     sums = block_sums_cuda(gradients, squares=True)
     norm, factor = launch.empty(()), launch.empty(())
     threads = row_threads(sums.size)
     launch.run("grad_norm", "grad_norm", 1, threads,
-               (sums, np.int64(sums.size), np.float64(grad_clip), norm, factor, losses, np.int32(losses.size), failed,
-                np.int32(step)), {"THREADS": threads})
+               (sums, np.int64(sums.size), np.float64(grad_clip), norm, factor, losses, np.int32(losses.size), failed, step), {"THREADS": threads})
     return norm, factor

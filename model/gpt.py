@@ -117,10 +117,11 @@ class GPT:
 
     # ---- forward
 
-    def forward(self, idx: np.ndarray, key: Key = Key(0)) -> tuple[np.ndarray, tuple[Any, ...]]:
+    def forward(self, idx: np.ndarray, key: Key = Key(0), *, keep: bool = True) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Logits (B, T, vocab_size) of tokens idx (B, T), and what backward needs.
 
-        key: seed, step and global index of the first sample, for stochastic rounding.
+        key: seed, step and global index of the first sample, for stochastic rounding. keep: False where there is no
+        backward, so that nothing of a block outlives it.
         """
         idx = self._tokens(idx)
         x = embedding_forward(idx, self.params["wte"], self.params["wpe"], self._rnd("fwd", key, idx, module="wte"))
@@ -129,8 +130,10 @@ class GPT:
         blocks = []
         for i in range(self.config.n_layer):
             x, h, after, saved = self._block_forward(x, h, idx, i, key)
-            blocks.append((norm, *saved))
+            if keep:
+                blocks.append((norm, *saved))
             norm = after
+            del saved
         logits, head = linear_forward(h, self.params["wte"], None, self._rnd("fwd", key, idx, module="lm_head"),
                                       y_site="logits")
         return logits, (idx, key, blocks, norm, head)
@@ -163,7 +166,7 @@ class GPT:
 
     def loss(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0)) -> float:
         """Mean cross-entropy in nats."""
-        logits, _ = self.forward(idx, key)
+        logits, _ = self.forward(idx, key, keep=False)
         return float(cross_entropy_forward(logits, self._tokens(targets), self._rnd("fwd", key, idx, module="lm_head"))[0])
 
     def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *, grads: Params | None = None,

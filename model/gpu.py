@@ -1,4 +1,5 @@
 """Training on a GPU: which runs can, and where their weights, moments and gradients lie."""
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from cuflash.model.checkpoint import State
 from cuflash.model.config import TrainConfig
 from cuflash.model.gpt import GPT
 from cuflash.philox import Key
+from cuflash.precision import mode_named
 
 
 def refusal(config: TrainConfig) -> str | None:
@@ -55,33 +57,89 @@ def device_name() -> str:
 
 
 class OnGpu:
-    """Weights, moments and gradients in one buffer each, and an update that nothing waits for.
+    """Weights, moments and gradients in one buffer each, and a step that nothing waits for.
 
-    Takes the arrays of `state` over: they become views of the buffers.
+    Takes the arrays of `state` over: they become views of the buffers. The second step is recorded as a CUDA graph
+    and the later ones replay it, which spares the host its part (most of a small model's step). All that changes
+    from step to step is uploaded before: tokens, the optimizer's numbers, the step's own. Random words depend on
+    the step by more, so with stochastic rounding each step is launched anew.
     """
 
     def __init__(self, config: TrainConfig, state: State) -> None:
         cupy = kernels.import_cupy()
-        self.config, self.key = config, Key(config.seed)
+        self.cupy, self.config, self.key = cupy, config, Key(config.seed)
         self.w, self.m, self.v = (Flat.of(arrays) for arrays in (state.params, state.m, state.v))
         self.g = Flat({name: x.shape for name, x in self.w.arrays.items()})
         state.params, state.m, state.v = self.w.arrays, self.m.arrays, self.v.arrays
         self.losses, self._failed = cupy.zeros(config.grad_accum, np.float32), cupy.zeros(1, np.int32)
         self._optimizer: AdamWCuda | None = None
+        self._stream = cupy.cuda.Stream()  # a recorded one must not be the default stream
 
-    def update(self, model: GPT, losses: list[Any], step: int, lr: float) -> Any:
-        """Clips and applies the gradients, unless they or a loss are not finite now or were before: the norm."""
+        tokens = (config.grad_accum, 2, config.batch_size, config.block_size)
+        size = math.prod(tokens)
+        self._uploaded = cupy.empty(size + 8, np.int32)
+        self._tokens = self._uploaded[:size].reshape(tokens)
+        self._scalars, self._step = self._uploaded[size:size + 7].view(np.float32), self._uploaded[size + 7:]
+        # The host may be this many steps ahead.
+        self._staging = [(_pinned(size + 8), cupy.cuda.Event(disable_timing=True)) for _ in range(3)]
+        self._steps = 0
+        self._graph: Any = None
+        self._results: tuple[Any, ...] = ()
+
+    def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int, lr: float) -> tuple[Any, ...]:
+        """Queues a step: (losses of the micro-batches, norm, counters of each micro-batch's layers), on the GPU.
+
+        The update is left out where a loss or the norm is not finite, now or at a step before.
+        """
         c = self.config
         self.key = Key(c.seed, step)
+        staged, event = self._staging[self._steps % len(self._staging)]
+        event.synchronize()
+        staged[:-8] = np.array(batches).reshape(-1)
+        staged[-8:-1].view(np.float32)[:] = AdamWCuda.scalars(step=step, lr=lr, beta1=c.beta1, beta2=c.beta2,
+                                                              weight_decay=c.weight_decay)
+        staged[-1] = step
+        with self._stream:
+            self._uploaded.set(staged, self._stream)
+            event.record(self._stream)
+            if self._graph is not None:
+                self._graph.launch(self._stream)
+            elif self._steps == 0 or not _recordable(model):
+                self._results = self._queue(model)
+            else:
+                self._record(model)
+                self._graph.launch(self._stream)
+        self._steps += 1
+        return self._results
+
+    def _record(self, model: GPT) -> None:
+        """Its arrays come from a pool of its own, kept as long as the graph, and so does what it leaves as results."""
+        self._stream.synchronize()
+        self._results = ()
+        self.cupy.get_default_memory_pool().free_all_blocks()  # of the first step, which the second would not share
+        self._pool = self.cupy.cuda.MemoryPool()
+        with self.cupy.cuda.using_allocator(self._pool.malloc):
+            self._stream.begin_capture()
+            self._results = self._queue(model)
+            self._graph = self._stream.end_capture()
+
+    def _queue(self, model: GPT) -> tuple[Any, ...]:
+        c = self.config
+        grads: dict[str, Any] = {}
+        losses, rows = [], []
+        for i in range(c.grad_accum):
+            key = Key(c.seed, self.key.step, sample=i * c.batch_size)
+            loss, grads, stats = model.loss_and_grads(self._tokens[i, 0], self._tokens[i, 1], key, grads=grads,
+                                                      n_micro=c.grad_accum)
+            self.losses[i:i + 1].data.copy_from_device_async(loss.data, 4)
+            losses.append(loss)
+            rows.append(stats)
         if self._optimizer is None:
             self._optimizer = AdamWCuda(self.w, self.m, self.v, lambda name: model.rounder(name, self.key),
                                         lambda name: self.w.arrays[name].ndim > 1)
-        for i, loss in enumerate(losses):
-            self.losses[i:i + 1].data.copy_from_device_async(loss.data, 4)
-        norm, clip = grad_norm_cuda(self.g.buffer, c.grad_clip, self.losses, self._failed, step)
-        self._optimizer.update(self.g, clip, self._failed, step=step, lr=lr, beta1=c.beta1, beta2=c.beta2,
-                               weight_decay=c.weight_decay)
-        return norm
+        norm, clip = grad_norm_cuda(self.g.buffer, c.grad_clip, self.losses, self._failed, self._step)
+        self._optimizer.update(self.g, clip, self._failed, self._scalars)
+        return losses, norm, rows
 
     def take_failed(self) -> int:
         """The first step whose loss or norm was not finite, 0 if none was; waits for the GPU, and forgets it."""
@@ -91,5 +149,17 @@ class OnGpu:
 
     def norm(self) -> float:
         """Of the gradients as they lie."""
-        return float(grad_norm_cuda(self.g.buffer, 0.0, self.losses, self._failed.copy(), 0)[0])
+        return float(grad_norm_cuda(self.g.buffer, 0.0, self.losses, self._failed.copy(), self._step)[0])
 
+
+def _pinned(size: int) -> np.ndarray:
+    """int32 on the host, from where a copy to the GPU need not be waited for."""
+    memory = kernels.import_cupy().cuda.alloc_pinned_memory(4 * size)
+    return np.frombuffer(memory, np.int32, size)
+
+
+def _recordable(model: GPT) -> bool:
+    """Whether a step is the same launches each time: no words drawn, no lists of heads uploaded."""
+    precision = model.precision
+    roundings = (*precision.sites, *(o.rounding for o in precision.overrides))
+    return not (any(mode_named(r.mode).needs_key for r in roundings) or any(o.heads is not None for o in precision.overrides))

@@ -24,8 +24,9 @@ def generate(model: GPT, prompt: list[int], count: int, *, temperature: float = 
     tokens = list(prompt)
     for i in range(count):
         window = np.array([tokens[-model.config.block_size:]])
-        logits, _ = model.forward(window, Key(seed, step=i))
-        tokens.append(_draw(logits[0, -1].astype(np.float64), temperature, top_k, rng))
+        logits, _ = model.forward(window, Key(seed, step=i), keep=False)
+        last = logits[0, -1] if isinstance(logits, np.ndarray) else logits[0, -1].get()
+        tokens.append(_draw(last.astype(np.float64), temperature, top_k, rng))
         yield tokens[-1]
 
 

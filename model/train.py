@@ -81,11 +81,13 @@ class Trainer:
             NonFinite: before anything has changed; on a GPU by `settled`.
         """
         c, state = self.config, self.state
-        losses, grads, rows = self._gradients()
         lr = c.lr_at(state.step + 1)
         if self.gpu:
+            batches = [self._batch(i) for i in range(c.grad_accum)]
             state.step += 1
-            return StepResult(losses, self.gpu.update(self.model, losses, state.step, lr), lr, rows)
+            losses, norm, rows = self.gpu.step(self.model, batches, state.step, lr)
+            return StepResult(losses, norm, lr, rows)
+        losses, grads, rows = self._gradients()
         with np.errstate(over="ignore", invalid="ignore"):
             norm = grad_norm(grads[name] for name in state.params)
         result = StepResult(losses, norm, lr, rows)
@@ -130,13 +132,16 @@ class Trainer:
         losses, rows = [], []
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # step() looks for what is not finite
             for i in range(c.grad_accum):
-                samples = self._samples(i)
-                x, y = batch(self.data.train, c.block_size, samples, seed=c.data_seed, step=step)
-                loss, grads, stats = self.model.loss_and_grads(x, y, Key(c.seed, step, sample=samples.start),
+                loss, grads, stats = self.model.loss_and_grads(*self._batch(i), Key(c.seed, step, sample=self._samples(i).start),
                                                                grads=grads, n_micro=c.grad_accum)
                 losses.append(loss)
                 rows.append(stats)
         return losses, grads, rows
+
+    def _batch(self, micro: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the next step."""
+        c = self.config
+        return batch(self.data.train, c.block_size, self._samples(micro), seed=c.data_seed, step=self.state.step + 1)
 
     def _samples(self, micro: int) -> range:
         return range(micro * self.config.batch_size, (micro + 1) * self.config.batch_size)

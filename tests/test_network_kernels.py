@@ -128,6 +128,7 @@ def test_optimizer(launched):
     assert flat[0].begins == {"w": 0, "b": 24576} and flat[0].buffer.size == 32768
     optimizer = AdamWCuda(*flat[:3], lambda name: bwd, lambda name: name == "w")
     failed = empty(1, np.int32)
-    _, factor = grad_norm_cuda(flat[3].buffer, 1.0, empty(2), failed, 1)
-    optimizer.update(flat[3], factor, failed, step=1, lr=1e-3, weight_decay=0.1)
+    _, factor = grad_norm_cuda(flat[3].buffer, 1.0, empty(2), failed, empty(1, np.int32))
+    scalars = AdamWCuda.scalars(step=1, lr=1e-3, weight_decay=0.1).view(DeviceArray)
+    optimizer.update(flat[3], factor, failed, scalars)
     assert {"adamw", "grad_norm"} <= {function for _, function in launched}

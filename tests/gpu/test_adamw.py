@@ -32,8 +32,8 @@ def test_steps(precision, grad_clip, seed):
     for step in range(1, 4):
         g = {name: values(rng, shape, wide=True) for name, shape in SHAPES.items()}
         g_flat = Flat.of(g)
-        norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed, step)
-        optimizer.update(g_flat, factor, failed, step=step, lr=0.01, weight_decay=0.1)
+        norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed, cupy.asarray([step], np.int32))
+        optimizer.update(g_flat, factor, failed, cupy.asarray(AdamWCuda.scalars(step=step, lr=0.01, weight_decay=0.1)))
         expected = grad_norm(g.values())
         assert_same(norm, expected, "norm")
         clip = clip_factor(expected, grad_clip)
@@ -47,10 +47,10 @@ def test_steps(precision, grad_clip, seed):
     assert not failed.get()[0]
     before = [x.buffer.copy() for x in flat]
     losses[1] = np.nan
-    norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed, 4)
+    norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed, cupy.asarray([4], np.int32))
     losses[1] = 1
     for step in (4, 5):
-        optimizer.update(g_flat, factor, failed, step=step, lr=0.01)
+        optimizer.update(g_flat, factor, failed, cupy.asarray(AdamWCuda.scalars(step=step, lr=0.01)))
     assert failed.get()[0] == 4 and all((a == x.buffer).all() for a, x in zip(before, flat))
 
 
