@@ -101,7 +101,7 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
 
     Source: arXiv 2307.08691, algorithm 1; numerics.md section 7.
     """
-    return _forward(q, k, v, causal, scale, precision, fix, layout, out, key, watch)[0]
+    return _forward(q, k, v, causal, scale, precision, fix, layout, out, key, watch, counts=False)[0]
 
 
 def flash_attention_forward(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
@@ -152,7 +152,7 @@ def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
                     out: Any = None, key: Key | None = None, watch: Watch | None = None) -> Any:
     """`flash_attention` with algorithm = plain: softmax materialised, under the same sites."""
     p = _default_precision(q) if precision is None else as_precision(precision)
-    return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch)[0]
+    return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch, counts=False)[0]
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -288,12 +288,12 @@ def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
 # ---- NumPy --------------------------------------------------------------------------------------
 
 def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision | str | None,
-             fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
+             fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None, counts: bool = True) -> tuple[Any, Saved]:
     watch = watched(watch)
     p = _default_precision(q) if precision is None else as_precision(precision)
     call = _call(q, k, v, causal, scale, p, fix, layout, key)
     if _on_gpu(q):
-        return _forward_cuda(call, q, k, v, out, key, watch)
+        return _forward_cuda(call, q, k, v, out, key, watch, counts)
     b, hq, tq, d = call.q.shape
     real = np.float64 if p.is_fp64 else np.float32
     full = attention_forward.Forward.empty((b, hq), tq, d, real)
@@ -415,7 +415,8 @@ def _restore(x: np.ndarray, call: _Call, shape: tuple[int, ...], dtype: np.dtype
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None, watch: Watch | None) -> tuple[Any, Saved]:
+def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None, watch: Watch | None,
+                  counts: bool) -> tuple[Any, Saved]:
     cupy = sys.modules["cupy"]
     p = call.precision
     if watch is not None:
@@ -431,7 +432,7 @@ def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None
         lse = cupy.empty(rows, np.float32)
         m, l = (cupy.empty(rows, np.float32) if p.p_bwd_from == "m_l" else None for _ in range(2))
         o_unrounded = cupy.empty(q.shape, np.float32) if p.delta_from == "o_unrounded" else None
-        stats = cupy.zeros(3, np.int64)
+        stats = cupy.zeros(3, np.int64) if counts else None
         inputs = map(_rows_contiguous, (call.q, call.k, call.v))
         if o.size:
             attention_forward.launch(*inputs, _heads_first(o, call.layout), lse, m, l,

@@ -256,12 +256,13 @@ class Launch(NamedTuple):
     heads: int
 
 
-def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int) -> Geometry:
+def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int, fixed: bool = False) -> Geometry:
     """How a block works on the precision's tiles.
 
     Args:
         halves: whether the operands of QKᵀ, of P̄V have 16 bits.
         capability: of the device, 90 for 9.0; says how much shared memory there is.
+        fixed: whether a fix acts on the row maximum.
     """
     br, bc = precision.tiles(head_dim).forward
     columns = -(-head_dim // 16) * 16
@@ -277,10 +278,10 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
         if not at_once:
             shapes.append((True, 16, 4, 64, 1, 2))
         elif bc in (64, 128):
-            registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2
+            registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2 + 8 * fixed
             if registers <= 96:
                 shapes += [(True, 16, 8, bc, 2, 2), (True, 16, 4, bc, 1, 4)]
-            if registers <= 128:
+            if registers <= 136:
                 shapes += [(True, 16, 4, bc, 2, 3), (True, 16, 4, bc, 1, 3)]
             shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
     if half and at_once:
@@ -315,7 +316,7 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     # Copied as they lie: the site keeps the dtype's values, and they are the operand (of 16 bits, or fp32).
     lies = [operand if half else "fp32" for half, operand in zip(halves, operands)]
     direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
-    g = geometry(precision, head_dim, halves, capability)
+    g = geometry(precision, head_dim, halves, capability, type(fix) is not Fix)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
                "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
                "DIRECT": direct, "COUNT": count}
