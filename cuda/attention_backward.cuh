@@ -27,6 +27,7 @@ struct Args {
     long long padded_rows;
     int listed;                       // how many heads these are
     int first, count;                 // (sample, head) pairs of this launch, sample · listed + i
+    int together;                     // pairs whose blocks run mixed
     int tq, tk, d, causal;
     int row0, row1;                   // query rows of this launch
     int begins, ends;                 // whether sums start here, whether they are complete after
@@ -39,6 +40,21 @@ struct Args {
     // Where a head's dk_head and dv_head begin.
     long long sums_of(int pair) const { return (long long)pair * tk * d; }
     Shape shape() const { return {tq, tk, causal != 0}; }
+};
+
+static_assert(sizeof(Args) == 384, "as _ARGS of cuflash/attention_backward.py packs it");
+
+// A block's pair and its tile of keys or rows. Blocks start in ascending order: pairs that run together by tile, so
+// that under a causal mask long ones start first, and not all pairs at once, so that what they read stays in L2.
+struct Turn {
+    int slot, tile;
+
+    Turn(const Args& args, int tiles) {
+        const int group = blockIdx.x / (args.together * tiles), within = blockIdx.x - group * args.together * tiles;
+        const int pairs = min(args.together, args.count - group * args.together);
+        tile = within / pairs;
+        slot = group * args.together + within - tile * pairs;
+    }
 };
 
 // One (sample, head) of a launch.
@@ -82,22 +98,15 @@ inline float exponential(float x) {
     else return order_fa2 ? exp2_defined(x) : exp_defined(x);
 }
 
-// The same where |x| <= narrow, so that the result is far from overflow and from subnormals: exp_defined and
-// exp2_defined without their guards, which change nothing here.
-constexpr float narrow = order_fa2 ? 124.f : 86.f;
+// The same where |x| <= narrow, which keeps the result from overflow and from subnormals.
+constexpr float narrow = order_fa2 ? 125.f : 86.f;
 inline float exponential_narrow(float x) {
-    using namespace functions;
     if constexpr (exp_mufu) {
         float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : __fmul_rn(x, LOG2E)));
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : x * functions::LOG2E));
         return y;
     }
-    const float n = __fadd_rn(order_fa2 ? x : __fmul_rn(x, LOG2E), ROUND), m = __fsub_rn(n, ROUND);
-    float r;
-    if constexpr (order_fa2) r = __fmul_rn(__fsub_rn(x, m), LN2);
-    else r = __fmaf_rn(-m, LN2_LOW, __fmaf_rn(-m, LN2_HIGH, x));
-    const float w = __fadd_rn(__fmul_rn(horner(r, EXP_Q), __fmul_rn(r, r)), r), s = power_of_two(__float_as_int(n));
-    return __fmaf_rn(w, s, s);
+    return order_fa2 ? exp2_narrow(x) : exp_narrow(x);
 }
 
 // The argument of exp, from the dot product S.
@@ -113,11 +122,18 @@ inline float probability(float s, float base, float inv_l, const Args& args, con
     return p_bwd_from_m_l ? p * inv_l : p;
 }
 
-// dS from P and the dot product dP.
+// dS before its rounding, from P and the dot product dP.
 inline float score_gradient(float p, float dp, float delta, const Args& args, const At& at) {
     p = rnd<attn_p_ds>(p, at);
     const float dpd = rnd<attn_dpd>(rnd<attn_dp>(dp, at) - delta, at);
-    return rnd<attn_ds>(order_fa2 ? p * dpd : (p * args.scale) * dpd, at);
+    return order_fa2 ? p * dpd : (p * args.scale) * dpd;
+}
+
+// Two values rounded at a site and packed as an operand: one instruction where the formats are the same.
+template <class S, Operand F>
+inline unsigned rnd_two(float x, float y, const At& at_x, const At& at_y) {
+    if constexpr ((F == Operand::bf16 && S::is_bf16_rne) || (F == Operand::fp16 && S::is_fp16_rne)) return pack<F>(x, y);
+    else return pack<F>(rnd<S>(x, at_x), rnd<S>(y, at_y));
 }
 
 // ---- a finished gradient

@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_scores(const Arg
             const Element e(args, place, q, key);
             const long long to = (q - args.row0) * (long long)args.tk + key;
             p_out[to] = e.shown ? rnd<attn_p_bwd>(s[j][i], at(q, key)) : 0.f;
-            ds_out[to] = e.shown ? score_gradient(s[j][i], dp[j][i], e.row.delta, args, at(q, key)) : 0.f;
+            ds_out[to] = e.shown ? rnd<attn_ds>(score_gradient(s[j][i], dp[j][i], e.row.delta, args, at(q, key)), at(q, key)) : 0.f;
         }
 }
 

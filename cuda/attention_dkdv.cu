@@ -56,30 +56,37 @@ struct Elements {
     const At& at;
     const Row* rows;  // of this thread: rows 2t, 2t + 1 of each 8
     const float* inv_l;
-    int query0, key0;   // this thread's first
-    int low[2];         // the first row that sees each of its two keys, and how many do from there on
-    unsigned count[2];
+    int query0, key0;  // this thread's first
 
-    Elements(const Args& args_, const At& at_, const Row* rows_, const float* inv_l_, int row0, int end, int warp_key)
+    Elements(const Args& args_, const At& at_, const Row* rows_, const float* inv_l_, int row0, int warp_key)
         : args(args_), at(at_) {
         const int t = threadIdx.x % 4;
         rows = rows_ + 2 * t, inv_l = inv_l_ + 2 * t, query0 = row0 + 2 * t, key0 = warp_key + threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            low[h] = args.causal ? max(key(2 * h) - (args.tk - args.tq), 0) : 0;
-            count[h] = key(2 * h) < args.tk ? max(end - low[h], 0) : 0;
-        }
     }
     int key(int e) const { return key0 + e / 2 * 8; }
     int query(int j, int e) const { return query0 + 8 * j + e % 2; }
     float4 two_rows(int j) const { return *reinterpret_cast<const float4*>(rows + 8 * j); }
-    bool shown(int j, int e, float base) const {
-        return (unsigned(query(j, e) - low[e / 2]) < count[e / 2]) & !is_empty(base);
+
+    // A bit for each element that is masked, in an empty row or, from row `end` on, in none of the tile.
+    unsigned hidden(int end) const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            // Rows that see the key: from `low` on.
+            const int low = args.causal ? max(key(e) - (args.tk - args.tq), 0) : 0;
+            const unsigned count = key(e) < args.tk ? max(end - low, 0) : 0;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float base = rows[8 * j + e % 2].base;
+                bits |= unsigned((unsigned(query(j, e) - low) >= count) | is_empty(base)) << (4 * j + e);
+            }
+        }
+        return bits;
     }
 
     // The argument of exp from S, in place; the largest magnitude is returned.
     template <bool Masked>
-    float exponents(float (&s)[32]) const {
+    float exponents(float (&s)[32], unsigned hidden) const {
         float most = 0.f;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -88,7 +95,7 @@ struct Elements {
             for (int e = 0; e < 4; e++) {
                 float& x = s[4 * j + e];
                 x = exponent(x, e % 2 ? two.z : two.x, args, at(query(j, e), key(e)));
-                if (Masked && !shown(j, e, e % 2 ? two.z : two.x)) x = -__int_as_float(0x7F800000);
+                if (Masked && hidden >> (4 * j + e) & 1) x = 0.f;  // whatever, but narrow
                 most = fmaxf(most, fabsf(x));
             }
         }
@@ -100,29 +107,33 @@ struct Elements {
     void probabilities(float (&s)[32]) const {
 #pragma unroll
         for (int i = 0; i < 32; i++) {
-            s[i] = Narrow ? exponential_narrow(s[i]) : exponential(s[i]);
+            // A branch for each, as few elements need more: together they would need more registers.
+            if (Narrow || fabsf(s[i]) <= narrow) s[i] = exponential_narrow(s[i]);
+            else s[i] = exponential(s[i]);
             if (p_bwd_from_m_l) s[i] *= inv_l[i / 4 * 8 + i % 2];
         }
     }
 
     // P and dS from P and dP, packed as operands.
     template <bool Masked>
-    void gradients(const float (&p)[32], const float (&dp)[32], unsigned (&p_out)[4][4], unsigned (&ds_out)[4][4]) const {
+    void gradients(const float (&p)[32], const float (&dp)[32], unsigned hidden, unsigned (&p_out)[4][4],
+                   unsigned (&ds_out)[4][4]) const {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float4 two = two_rows(j);
-            float p_bwd[4], ds[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const At here = at(query(j, e), key(e));
-                p_bwd[e] = rnd<attn_p_bwd>(p[4 * j + e], here);
-                ds[e] = score_gradient(p[4 * j + e], dp[4 * j + e], e % 2 ? two.w : two.y, args, here);
-                if (Masked && !shown(j, e, e % 2 ? two.z : two.x)) p_bwd[e] = ds[e] = 0.f;
-            }
+            for (int h = 0; h < 2; h++) {
+                float p_two[2], ds_two[2];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                p_out[j / 2][j % 2 * 2 + half] = pack<F>(p_bwd[2 * half], p_bwd[2 * half + 1]);
-                ds_out[j / 2][j % 2 * 2 + half] = pack<F>(ds[2 * half], ds[2 * half + 1]);
+                for (int e = 0; e < 2; e++) {
+                    const int i = 2 * h + e;
+                    p_two[e] = p[4 * j + i];
+                    ds_two[e] = score_gradient(p_two[e], dp[4 * j + i], e ? two.w : two.y, args, at(query(j, e), key(i)));
+                    if (Masked && hidden >> (4 * j + i) & 1) p_two[e] = ds_two[e] = 0.f;
+                }
+                const At here = at(query(j, 0), key(2 * h)), next = at(query(j, 1), key(2 * h));
+                p_out[j / 2][j % 2 * 2 + h] = rnd_two<attn_p_bwd, F>(p_two[0], p_two[1], here, next);
+                ds_out[j / 2][j % 2 * 2 + h] = rnd_two<attn_ds, F>(ds_two[0], ds_two[1], here, next);
             }
         }
     }
@@ -244,10 +255,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
     const SharedSums<attn_dk_acc> dk_sums{dv_sums.data + dv_sums.bytes};
 
     const int key_tiles = (args.tk + kKeys - 1) / kKeys;
-    const Place place(args, blockIdx.x / key_tiles);
-    const int block_key = blockIdx.x % key_tiles * kKeys;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, local_key = warp % 4 * 16, key0 = block_key + local_key;
-    const int first_panel = warp / 4 * kMine;
+    const Turn turn(args, key_tiles);
+    const Place place(args, turn.slot);
+    const int block_key = turn.tile * kKeys;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that it is the warp's
+    const int lane = threadIdx.x % 32, local_key = warp % 4 * 16, key0 = block_key + local_key;
+    const int first_panel = kShare == 1 ? 0 : warp / 4 * kMine;
     const Shape shape = args.shape();
     At at = place.at(args);
 
@@ -284,7 +297,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
     outputs.begin(dk, dk_sums, args.dk_head + head, args);
 
     const int row_blocks = (args.row1 - args.row0 + 15) / 16, key_blocks = (args.tk + 15) / 16;
-    uint4* const ds_blocks = static_cast<uint4*>(args.ds) + ((long long)place.slot * key_blocks + key0 / 16) * row_blocks * 32 + lane;
 
     for (int stage = 0; now.more(low, args); stage = (stage + 1) % STAGES) {
         copy_wait<0>();
@@ -295,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
             then.next(args);
             load((stage + 1) % STAGES, then);
         }
-        if (now.tile >= first) {
+        if (wg || now.tile >= first) {  // with wgmma all warps' keys lie in the block's numeric tile
             const Rows64 q_tile = q_stage(stage), do_tile = do_stage(stage);
             float s[32], dp[32];
             begin_products<wg>();
@@ -305,25 +317,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
             commit_products<wg>();
 
             const Row* const now_rows = rows + stage * kRows;
-            const Elements elements(args, at, now_rows, inv_l + stage * kRows, now.row, now.end(args), key0);
+            const Elements elements(args, at, now_rows, inv_l + stage * kRows, now.row, key0);
             const bool empty = __any_sync(~0u, is_empty(now_rows[lane].base) || is_empty(now_rows[lane + 32].base));
             const bool masked = empty || now.row + kRows > now.end(args) || !shape.all_visible(now.row, unit_end);
 
+            const unsigned hidden = masked ? elements.hidden(now.end(args)) : 0;
             wait_products<wg, 1>(s);
-            const float most = masked ? elements.exponents<true>(s) : elements.exponents<false>(s);
+            const float most = masked ? elements.exponents<true>(s, hidden) : elements.exponents<false>(s, 0);
             if (__any_sync(~0u, !(most <= narrow))) elements.probabilities<false>(s);
             else elements.probabilities<true>(s);
             wait_products<wg, 0>(dp);
             unsigned p[4][4], ds[4][4];
-            if (masked) elements.gradients<true>(s, dp, p, ds);
-            else elements.gradients<false>(s, dp, p, ds);
+            if (masked) elements.gradients<true>(s, dp, hidden, p, ds);
+            else elements.gradients<false>(s, dp, 0, p, ds);
 
             begin_products<wg>();
             multiply_columns<F, wg, kMine>(dv, p, do_tile, first_panel);
             multiply_columns<F, wg, kMine>(dk, ds, q_tile, first_panel);
             commit_products<wg>();
             if (first_panel == 0 && key0 < args.tk) {
-                uint4* const to = ds_blocks + (now.row - args.row0) / 16 * 32;
+                const long long block = (long long)place.slot * key_blocks + key0 / 16;
+                uint4* const to = static_cast<uint4*>(args.ds) + (block * row_blocks + (now.row - args.row0) / 16) * 32 + lane;
                 const int blocks = (now.end(args) - now.row + 15) / 16;
 #pragma unroll
                 for (int i = 0; i < 4; i++)
@@ -349,6 +363,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
     at.tile = 0;
     DV* const dv_out = static_cast<DV*>(args.dv.data) + place.sample * args.dv.batch + place.head * args.dv.head;
     DK* const dk_out = static_cast<DK*>(args.dk.data) + place.sample * args.dk.batch + place.head * args.dk.head;
-    outputs.finish<attn_dv_head, attn_dv, false>(dv, dv_sums, args.dv_head + head, dv_out, args.dv.row, args, at);
-    outputs.finish<attn_dk_head, attn_dk, true>(dk, dk_sums, args.dk_head + head, dk_out, args.dk.row, args, at);
+    outputs.finish<attn_dv_head, attn_dv, false>(dv, dv_sums, args.dv_head + head, dv_out,
+                                                args.dv.row, args, at);
+    outputs.finish<attn_dk_head, attn_dk, true>(dk, dk_sums, args.dk_head + head, dk_out,
+                                               args.dk.row, args, at);
 }

@@ -51,10 +51,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dq(cons
     const auto ds_stage = [&](int i) { return reinterpret_cast<uint4*>(shared + i * kStageBytes + kKeyBytes) + threadIdx.x; };
 
     const int row_tiles = (args.row1 - args.row0 + kRows - 1) / kRows;
-    const Place place(args, blockIdx.x / row_tiles);
-    const int block_row = args.row0 + blockIdx.x % row_tiles * kRows;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row0 = block_row + warp % 4 * 16, first_panel = warp / 4 * kMine;
+    const Turn turn(args, row_tiles);
+    const Place place(args, turn.slot);
+    const int block_row = args.row0 + (row_tiles - 1 - turn.tile) * kRows;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int row0 = block_row + warp % 4 * 16, first_panel = kShare == 1 ? 0 : warp / 4 * kMine;
     const Shape shape = args.shape();
     At at = place.at(args);
 

@@ -76,7 +76,7 @@ inline void multiply_rows(float (&x)[32], Tile<RowsA> a, int a_row, Tile<64> b) 
 #endif
     clear(x);
     const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll(Depth > 64 ? 2 : Depth / 16)  // more would take registers for addresses
     for (int k = 0; k < Depth / 16; k++) {
         unsigned fa[4];
         load_matrices(fa, a.chunk(a_row + lane % 16, 2 * k + lane / 16));

@@ -157,17 +157,18 @@ def _add_dq(out: Gradients, ds: np.ndarray, k: np.ndarray, rnd: Rounder, math: A
 
 SCRATCH = 1 << 30  # bytes that dS (and P) take at a time, unless a single step needs more
 _BLOCKS = 1024  # enough blocks to keep a large GPU busy
+_MIXED = 350  # blocks that run mixed, for each that an SM holds: a few times an H200's 132 SMs
 
 _TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "fp16"}
 
 # struct Args of cuda/attention_backward.cuh
 _ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
 _POINTERS = ("rows", "inv_l", "p", "ds", "dk_head", "dv_head", "heads")
-_INTS = ("listed", "first", "count", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends", "n_heads", "group", "pairs",
+_INTS = ("listed", "first", "count", "together", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends", "n_heads", "group", "pairs",
          "k_per_head", "v_per_head")
 _SCALARS = (*_INTS, "scale", "c", "seed_low", "seed_high", "step", "layer", "sample")
 _ARRAY = Struct("@Pqqq")
-_ARGS = Struct("@" + len(_ARRAYS) * "Pqqq" + len(_POINTERS) * "P" + "q" + len(_INTS) * "i" + "2f5I4x")
+_ARGS = Struct("@" + len(_ARRAYS) * "Pqqq" + len(_POINTERS) * "P" + "q" + len(_INTS) * "i" + "2f5I")
 
 
 def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
@@ -390,11 +391,13 @@ class _Launch:
         return enough, steps[::-1] if self.precision.order == "fa2" else steps
 
     def _fast(self, how: Plan, count: int, rows: int) -> None:
-        depth, args = -(-self.d // 16) * 16, self.args()
         g, h = how.geometries
+        depth, tiles = -(-self.d // 16) * 16, -(-self.shape.tk // 64)
+        self.scalars["together"] = -(-_MIXED * g.blocks // tiles)
+        args = self.args()
         how.kernel("attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages, BLOCKS=g.blocks,
                    DK=self._type("dk"), DV=self._type("dv"))(
-            (count * -(-self.shape.tk // 64),), (g.threads,), (args,), shared_mem=g.shared)
+            (count * tiles,), (g.threads,), (args,), shared_mem=g.shared)
         how.kernel("attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages, BLOCKS=h.blocks, DQ=self._type("dq"))(
             (count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
 
