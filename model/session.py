@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import NUMERICS_VERSION, __version__, kernels
-from cuflash.model import checkpoint
+from cuflash.model import blas, checkpoint
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import device_name, refusal, use_gpu
@@ -98,6 +98,7 @@ class Session:
 
 def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
     """A new run in `out`, by default in runs/ under the first free name."""
+    blas.one_thread_if_small(config.n_embd)
     data = _data(config)
     fix = config.resolved_fix().rpartition("/")[2].partition(":")[0]
     stem = f"{pathlib.Path(config.model).stem}-{config.resolved_precision().name}-{fix}"
@@ -129,6 +130,7 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
     found = folder.checkpoints()
     if found and found[-1][0] >= wanted.steps:
         raise ValueError(f"--resume: the run has its {found[-1][0]} steps already; a larger --steps goes on")
+    blas.one_thread_if_small(wanted.n_embd)
     return Session(folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"]))
 
 
@@ -156,6 +158,7 @@ def device(c: TrainConfig) -> str:
 
 def dry_run(c: TrainConfig) -> list[str]:
     """What a run would take; time and memory are carried on from steps of one and of two samples, measured."""
+    blas.one_thread_if_small(c.n_embd)
     data = _data(c)
     gpt, samples = c.gpt(), c.batch_size * c.grad_accum
     kept = 3 * gpt.n_params() * (8 if c.resolved_precision().is_fp64 else 4)  # weights and moments
@@ -211,11 +214,11 @@ def _config_toml(c: TrainConfig, data: Data, command: list[str]) -> dict[str, An
 
 def environment() -> dict[str, Any]:
     """Versions and what else decides the bits of BLAS."""
-    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index]
+    build = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index]
     return {"cuflash": __version__, "numerics_version": NUMERICS_VERSION, "git_commit": _git_commit(),
-            "python": platform.python_version(), "numpy": np.__version__, "blas": f"{blas['name']} {blas['version']}",
+            "python": platform.python_version(), "numpy": np.__version__, "blas": f"{build['name']} {build['version']}",
             "machine": f"{platform.machine()} {_processor()}", "cores": _cores(),
-            "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or "default"}
+            "blas_threads": blas.threads()}
 
 
 def _environment_notes(stored: dict[str, Any]) -> list[str]:
