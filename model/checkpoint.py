@@ -56,7 +56,11 @@ def save(path: pathlib.Path, state: State, header: Header) -> None:
         f.attrs["step"] = state.step
         for group, arrays in (("params", state.params), ("m", state.m), ("v", state.v)):
             for name, array in arrays.items():
-                f.create_dataset(f"{group}/{name}", data=array if isinstance(array, np.ndarray) else array.get(), fletcher32=True)
+                f.create_dataset(
+                    f"{group}/{name}",
+                    data=array if isinstance(array, np.ndarray) else array.get(),
+                    fletcher32=True,
+                )
         f["losses"], f["norms"] = np.array(state.losses), np.array(state.norms)
     write_whole(path, lambda partial: partial.write_bytes(image.getbuffer()))
 
@@ -78,8 +82,10 @@ def load(path: pathlib.Path, *, optimizer: bool = True) -> tuple[State, Header]:
             fields: dict[str, Any] = json.loads(f.attrs["header"])
             header = Header(**(fields | {"model": GPTConfig(**fields["model"])}))
             if header.numerics_version != NUMERICS_VERSION:
-                raise ValueError(f"written under numerics version {header.numerics_version}, this is {NUMERICS_VERSION}; "
-                                 "its bits cannot be continued")
+                raise ValueError(
+                    f"written under numerics version {header.numerics_version}, this is {NUMERICS_VERSION}; "
+                    "its bits cannot be continued"
+                )
             state = State(int(f.attrs["step"]), {}, {}, {}, f["losses"][:].tolist(), f["norms"][:].tolist())
             for group in ("params", "m", "v") if optimizer else ("params",):
                 for name, shape in header.model.shapes().items():

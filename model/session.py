@@ -45,8 +45,22 @@ class Session:
         ValueError: the folder is in use, or its last checkpoint is damaged or of another run.
     """
 
-    def __init__(self, folder: Run, config: TrainConfig, data: Data, *, resumed: bool = False, notes: list[str] | None = None) -> None:
-        self.folder, self.config, self.data, self.resumed, self._notes = folder, config, data, resumed, notes or []
+    def __init__(
+        self,
+        folder: Run,
+        config: TrainConfig,
+        data: Data,
+        *,
+        resumed: bool = False,
+        notes: list[str] | None = None,
+    ) -> None:
+        self.folder, self.config, self.data, self.resumed, self._notes = (
+            folder,
+            config,
+            data,
+            resumed,
+            notes or [],
+        )
         self._lock = folder.lock()
         try:
             self.trainer = Trainer(config, data, self._state())
@@ -62,18 +76,25 @@ class Session:
         state, theirs = checkpoint.load(found[-1][1])
         mine = header(self.config, self.data)
         for field in dataclasses.fields(theirs):
-            if getattr(theirs, field.name) != getattr(mine, field.name):
-                raise ValueError(f"--resume: {found[-1][1]} is of another run: its {field.name} is "
-                                 f"{getattr(theirs, field.name)}, that of {self.folder.path / CONFIG} is {getattr(mine, field.name)}")
+            stored, wanted = getattr(theirs, field.name), getattr(mine, field.name)
+            if stored != wanted:
+                raise ValueError(
+                    f"--resume: {found[-1][1]} is of another run: its {field.name} is {stored}, that of "
+                    f"{self.folder.path / CONFIG} is {wanted}"
+                )
         return state
 
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lock.release()
 
-    def train(self, say: Callable[[str], None], advance: Callable[[int], object] | None, stop: Callable[[], bool]) -> None:
+    def train(
+        self, say: Callable[[str], None], advance: Callable[[int], object] | None, stop: Callable[[], bool]
+    ) -> None:
         """Prints what is resolved, trains, samples unless stopped."""
         for text in [*heading(self.config, self.data), *self._notes]:
             say(text)
@@ -91,9 +112,11 @@ class Session:
         path = self.folder.path
         if stopped:
             return f"stopped at step {self.trainer.state.step}; cuflash train --resume --out {path} continues"
-        loss = self.folder.metrics[-1]["val_loss"]
-        return (f"\nvalidation loss {loss:.4f} nats a token; unigram entropy of the text {self.data.unigram_entropy():.4f}\n"
-                f"run in {path}: config.toml, metrics.csv, checkpoints; more text: cuflash sample {path}")
+        loss, entropy = self.folder.metrics[-1]["val_loss"], self.data.unigram_entropy()
+        return (
+            f"\nvalidation loss {loss:.4f} nats a token; unigram entropy of the text {entropy:.4f}\n"
+            f"run in {path}: config.toml, metrics.csv, checkpoints; more text: cuflash sample {path}"
+        )
 
 
 def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
@@ -115,23 +138,34 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
     if out is None:
         raise ValueError("--resume: say which run with --out DIR")
     if config_file:
-        raise ValueError(f"--config {config_file}: --resume takes the options from the run's own {CONFIG}; drop --config")
+        raise ValueError(
+            f"--config {config_file}: --resume takes the options from the run's own {CONFIG}; drop --config"
+        )
     folder = Run(out)
     stored = folder.config
     config, wanted = resolve(stored["train"]), resolve(stored["train"] | given)
     if changed := wanted.changed(config):
-        listed = ", ".join(f"--{n.replace('_', '-')} {getattr(config, n)!r} -> {getattr(wanted, n)!r}" for n in changed)
+        listed = ", ".join(
+            f"--{n.replace('_', '-')} {getattr(config, n)!r} -> {getattr(wanted, n)!r}" for n in changed
+        )
         raise ValueError(f"--resume continues the same training; changed: {listed}")
     if stored["environment"]["numerics_version"] != NUMERICS_VERSION:
-        raise ValueError(f"--resume: the run is of numerics version {stored['environment']['numerics_version']}, this is "
-                         f"{NUMERICS_VERSION}; its bits cannot be continued")
+        raise ValueError(
+            f"--resume: the run is of numerics version {stored['environment']['numerics_version']}, this is "
+            f"{NUMERICS_VERSION}; its bits cannot be continued"
+        )
     if stored["user_files"] != config.user_files():
-        raise ValueError(f"--resume: the user's files have changed since (SHA-256): {stored['user_files']} -> {config.user_files()}")
+        raise ValueError(
+            f"--resume: the user's files have changed since (SHA-256): {stored['user_files']} -> "
+            f"{config.user_files()}"
+        )
     found = folder.checkpoints()
     if found and found[-1][0] >= wanted.steps:
         raise ValueError(f"--resume: the run has its {found[-1][0]} steps already; a larger --steps goes on")
     blas.one_thread_if_small(wanted.n_embd)
-    return Session(folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"]))
+    return Session(
+        folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"])
+    )
 
 
 def heading(c: TrainConfig, data: Data) -> list[str]:
@@ -142,22 +176,28 @@ def heading(c: TrainConfig, data: Data) -> list[str]:
     if auto and use_gpu(c):
         accumulator = "the GPU's tensor core in attention, cuBLAS elsewhere (auto)"
     gpt = c.gpt()
-    lines = [f"precision {precision.describe()} | fix {c.resolved_fix()} | accumulator {accumulator} | device {device(c)}",
-             f"model {c.model}: {gpt.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
-             f"context {c.block_size} | batch {c.batch_size}" + (f" × {c.grad_accum}" if c.grad_accum > 1 else ""),
-             f"data {data.name}: {len(data.train):,} tokens, {len(data.val):,} for validation, SHA-256 {data.sha256[:12]} | "
-             f"unigram entropy {data.unigram_entropy():.4f} nats"]
+    lines = [
+        f"precision {precision.describe()} | fix {c.resolved_fix()} | accumulator {accumulator} | "
+        f"device {device(c)}",
+        f"model {c.model}: {gpt.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, "
+        f"width {c.n_embd}, context {c.block_size} | batch {c.batch_size}"
+        + (f" × {c.grad_accum}" if c.grad_accum > 1 else ""),
+        f"data {data.name}: {len(data.train):,} tokens, {len(data.val):,} for validation, SHA-256 "
+        f"{data.sha256[:12]} | unigram entropy {data.unigram_entropy():.4f} nats",
+    ]
     return lines
 
 
 def device(c: TrainConfig) -> str:
     if use_gpu(c):
         return f"gpu, {device_name()}"
-    return f"cpu, {_cores()} cores" + (f" (auto: {refusal(c)})" if c.device == "auto" and _gpu_present() else "")
+    return f"cpu, {_cores()} cores" + (
+        f" (auto: {refusal(c)})" if c.device == "auto" and _gpu_present() else ""
+    )
 
 
 def dry_run(c: TrainConfig) -> list[str]:
-    """What a run would take; time and memory are carried on from steps of one and of two samples, measured."""
+    """What a run would take: time and memory by steps of one and of two samples, measured and carried on."""
     blas.one_thread_if_small(c.n_embd)
     data = _data(c)
     gpt, samples = c.gpt(), c.batch_size * c.grad_accum
@@ -172,11 +212,14 @@ def dry_run(c: TrainConfig) -> list[str]:
     memory = peaks[0] + (c.batch_size - 1) * max(0, peaks[1] - peaks[0])
     step_seconds = c.grad_accum * (seconds[0] + (c.batch_size - 1) * max(0, seconds[1] - seconds[0]))
     flops = gpt.flops_per_token() * samples * c.block_size
-    return [*heading(c, data),
-            f"parameters {gpt.n_params():,}",
-            f"memory about {memory / 2**30:.2f} GiB, weights, gradients and moments {kept * 4 / 3 / 2**30:.2f} of it",
-            f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
-            f"time about {step_seconds:.2g} s a step, {step_seconds * c.steps / 60:.2g} min in all"]
+    return [
+        *heading(c, data),
+        f"parameters {gpt.n_params():,}",
+        f"memory about {memory / 2**30:.2f} GiB, of it weights, gradients and moments "
+        f"{kept * 4 / 3 / 2**30:.2f}",
+        f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
+        f"time about {step_seconds:.2g} s a step, {step_seconds * c.steps / 60:.2g} min in all",
+    ]
 
 
 def _peak(trainer: Trainer, kept: int) -> int:
@@ -207,7 +250,13 @@ def _config_toml(c: TrainConfig, data: Data, command: list[str]) -> dict[str, An
         "precision": tomllib.loads(precision.to_toml()) | {"digest": precision.digest},
         "fix": c.resolved_fix(),
         "user_files": c.user_files(),
-        "data": {"name": data.name, "sha256": data.sha256, "tokens": data.kind, "train": len(data.train), "val": len(data.val)},
+        "data": {
+            "name": data.name,
+            "sha256": data.sha256,
+            "tokens": data.kind,
+            "train": len(data.train),
+            "val": len(data.val),
+        },
         "environment": environment() | {"device": device(c), "command": shlex.join(["cuflash", *command])},
     }
 
@@ -215,10 +264,17 @@ def _config_toml(c: TrainConfig, data: Data, command: list[str]) -> dict[str, An
 def environment() -> dict[str, Any]:
     """Versions and what else decides the bits of BLAS."""
     build = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index]
-    return {"cuflash": __version__, "numerics_version": NUMERICS_VERSION, "git_commit": _git_commit(),
-            "python": platform.python_version(), "numpy": np.__version__, "blas": f"{build['name']} {build['version']}",
-            "machine": f"{platform.machine()} {_processor()}", "cores": _cores(),
-            "blas_threads": blas.threads()}
+    return {
+        "cuflash": __version__,
+        "numerics_version": NUMERICS_VERSION,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": f"{build['name']} {build['version']}",
+        "machine": f"{platform.machine()} {_processor()}",
+        "cores": _cores(),
+        "blas_threads": blas.threads(),
+    }
 
 
 def _environment_notes(stored: dict[str, Any]) -> list[str]:
@@ -226,7 +282,11 @@ def _environment_notes(stored: dict[str, Any]) -> list[str]:
     now = environment()
     names = ("python", "numpy", "blas", "machine", "cores", "blas_threads")
     changed = [f"{n} {stored.get(n)} -> {now[n]}" for n in names if stored.get(n) != now[n]]
-    return [f"resumed elsewhere, so bits may differ from an uninterrupted run: {', '.join(changed)}"] if changed else []
+    return (
+        [f"resumed elsewhere, so bits may differ from an uninterrupted run: {', '.join(changed)}"]
+        if changed
+        else []
+    )
 
 
 def _git_commit() -> str:
@@ -235,7 +295,9 @@ def _git_commit() -> str:
 
     def git(*arguments: str) -> str | None:
         try:
-            found = subprocess.run(["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10)
+            found = subprocess.run(
+                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return found.stdout.strip() if found.returncode == 0 else None

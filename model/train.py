@@ -28,8 +28,14 @@ COUNTERS = ("ties", "changed", "capped")
 
 def header(config: TrainConfig, data: Data) -> checkpoint.Header:
     """What a checkpoint of this run says of itself."""
-    return checkpoint.Header(config.gpt(), config.resolved_precision().to_toml(), config.resolved_fix(), config.seed,
-                             data.sha256, data.kind)
+    return checkpoint.Header(
+        config.gpt(),
+        config.resolved_precision().to_toml(),
+        config.resolved_fix(),
+        config.seed,
+        data.sha256,
+        data.kind,
+    )
 
 
 class NonFinite(Exception):
@@ -67,8 +73,13 @@ class Trainer:
         if state is None:
             params = init_params(config.gpt(), config.seed)
             dtype = np.float64 if config.resolved_precision().is_fp64 else np.float32
-            state = checkpoint.State(0, *({name: (p if i == 0 else np.zeros_like(p)).astype(dtype) for name, p in params.items()}
-                                          for i in range(3)))
+            state = checkpoint.State(
+                0,
+                *(
+                    {name: (p if i == 0 else np.zeros_like(p)).astype(dtype) for name, p in params.items()}
+                    for i in range(3)
+                ),
+            )
         self.state = state
         self.gpu = OnGpu(config, state) if use_gpu(config) else None
         self.model = GPT(config.gpt(), state.params, config.resolved_precision(), config.fix,
@@ -97,17 +108,27 @@ class Trainer:
         clip = clip_factor(norm, c.grad_clip)
         key = Key(c.seed, state.step)
         for name, w in state.params.items():
-            adamw_update(w, grads[name], state.m[name], state.v[name], self.model.rounder(name, key), step=state.step,
-                         lr=lr, beta1=c.beta1, beta2=c.beta2, clip=clip,
-                         weight_decay=c.weight_decay if w.ndim > 1 else 0.0)
+            adamw_update(
+                w,
+                grads[name],
+                state.m[name],
+                state.v[name],
+                self.model.rounder(name, key),
+                step=state.step,
+                lr=lr,
+                beta1=c.beta1,
+                beta2=c.beta2,
+                clip=clip,
+                weight_decay=c.weight_decay if w.ndim > 1 else 0.0,
+            )
         return result
 
     def settled(self, result: StepResult) -> StepResult:
         """The result on the host, once the GPU has done its step.
 
         Raises:
-            NonFinite: that step's or an earlier one's loss or norm was not finite; nothing has changed since, and
-                `state.step` is the one before.
+            NonFinite: that step's or an earlier one's loss or norm was not finite; nothing has changed
+                since, and `state.step` is the one before.
         """
         if self.gpu is None:
             return result
@@ -121,8 +142,12 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss of EVAL_BATCHES fixed batches of the validation text."""
         c = self.config
-        losses = [self.model.loss(*batch(self.data.val, c.block_size, self._samples(0), seed=0, step=i), Key(c.seed))
-                  for i in range(EVAL_BATCHES)]
+        losses = [
+            self.model.loss(
+                *batch(self.data.val, c.block_size, self._samples(0), seed=0, step=i), Key(c.seed)
+            )
+            for i in range(EVAL_BATCHES)
+        ]
         return sum(losses) / len(losses)
 
     def _gradients(self) -> tuple[list[Any], Params, list[list[Any]]]:
@@ -130,10 +155,16 @@ class Trainer:
         c, step = self.config, self.state.step + 1
         grads: Params = {}
         losses, rows = [], []
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # step() looks for what is not finite
+        with np.errstate(
+            over="ignore", invalid="ignore", divide="ignore"
+        ):  # step() looks for what is not finite
             for i in range(c.grad_accum):
-                loss, grads, stats = self.model.loss_and_grads(*self._batch(i), Key(c.seed, step, sample=self._samples(i).start),
-                                                               grads=grads, n_micro=c.grad_accum)
+                loss, grads, stats = self.model.loss_and_grads(
+                    *self._batch(i),
+                    Key(c.seed, step, sample=self._samples(i).start),
+                    grads=grads,
+                    n_micro=c.grad_accum,
+                )
                 losses.append(loss)
                 rows.append(stats)
         return losses, grads, rows
@@ -141,7 +172,9 @@ class Trainer:
     def _batch(self, micro: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the next step."""
         c = self.config
-        return batch(self.data.train, c.block_size, self._samples(micro), seed=c.data_seed, step=self.state.step + 1)
+        return batch(
+            self.data.train, c.block_size, self._samples(micro), seed=c.data_seed, step=self.state.step + 1
+        )
 
     def _samples(self, micro: int) -> range:
         return range(micro * self.config.batch_size, (micro + 1) * self.config.batch_size)
@@ -162,9 +195,13 @@ class Trainer:
         what, value = "loss", sum(float(loss) / len(losses) for loss in losses)
         if math.isfinite(value):
             with np.errstate(over="ignore", invalid="ignore"):
-                what, value = "gradient norm", self.gpu.norm() if self.gpu else grad_norm(grads[n] for n in self.state.params)
+                what, value = (
+                    "gradient norm",
+                    self.gpu.norm() if self.gpu else grad_norm(grads[n] for n in self.state.params),
+                )
         first = f"at site {found[0]}" if found else "in no site's value, so in a sum of finite ones"
-        return f"step {self.state.step + 1}: {what} is {value}; the first value that is not finite appeared {first}"
+        step = self.state.step + 1
+        return f"step {step}: {what} is {value}; the first value that is not finite appeared {first}"
 
 
 def place(rnd: Rounder, site: str) -> str:
@@ -178,7 +215,7 @@ def place(rnd: Rounder, site: str) -> str:
 
 
 class ZScore:
-    """How many standard deviations a value lies above the mean of the last Z_WINDOW ones (llm.c's outlier detector)."""
+    """How many standard deviations a value lies above the mean of the last Z_WINDOW ones (as llm.c)."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = deque(values, Z_WINDOW)
@@ -195,7 +232,20 @@ class ZScore:
 def columns(n_layer: int) -> list[str]:
     """Of metrics.csv. Counters are rows of attention: totals, then by layer. The last two are timings."""
     layers = [f"{counter}_L{i}" for i in range(n_layer) for counter in COUNTERS]
-    return ["step", "loss", "loss_z", "norm", "norm_z", "lr", "val_loss", "rows", *COUNTERS, *layers, "ms", "tokens_per_s"]
+    return [
+        "step",
+        "loss",
+        "loss_z",
+        "norm",
+        "norm_z",
+        "lr",
+        "val_loss",
+        "rows",
+        *COUNTERS,
+        *layers,
+        "ms",
+        "tokens_per_s",
+    ]
 
 
 def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bool = False,
@@ -238,7 +288,9 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                 if not all(np.isfinite(p).all() for p in state.params.values()):
                     raise NonFinite(f"{e}; the weights were so already, from the update before") from e
                 save()
-                raise NonFinite(f"{e}; the state before that step is kept in {run.checkpoint_path(state.step)}") from e
+                raise NonFinite(
+                    f"{e}; the state before that step is kept in {run.checkpoint_path(state.step)}"
+                ) from e
             if progress:
                 progress(state.step)
             if logged:
@@ -262,21 +314,36 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
 def _row(trainer: Trainer, result: StepResult, loss_z: ZScore, norm_z: ZScore, ms: float) -> dict[str, float]:
     c = trainer.config
     tokens = c.batch_size * c.grad_accum * c.block_size
-    row: dict[str, float] = {"step": trainer.state.step, "loss": result.loss, "loss_z": loss_z.add(result.loss),
-                             "norm": result.norm, "norm_z": norm_z.add(result.norm), "lr": result.lr,
-                             "rows": tokens * c.n_head * c.n_layer}
+    row: dict[str, float] = {
+        "step": trainer.state.step,
+        "loss": result.loss,
+        "loss_z": loss_z.add(result.loss),
+        "norm": result.norm,
+        "norm_z": norm_z.add(result.norm),
+        "lr": result.lr,
+        "rows": tokens * c.n_head * c.n_layer,
+    }
     row |= {counter: int(n) for counter, n in zip(COUNTERS, result.layer_rows.sum(axis=0))}
-    row |= {f"{counter}_L{i}": int(n) for i, layer in enumerate(result.layer_rows) for counter, n in zip(COUNTERS, layer)}
+    row |= {
+        f"{counter}_L{i}": int(n)
+        for i, layer in enumerate(result.layer_rows)
+        for counter, n in zip(COUNTERS, layer)
+    }
     return row | {"ms": ms, "tokens_per_s": tokens * 1000 / ms}
 
 
 def line(row: dict[str, float], steps: int) -> str:
     """`step 120/1000 | loss 3.2101 (+0.3z) | norm 0.82 | lr 9.8e-4 | 41.2 ms | 398k tok/s | ties 3.1 %`."""
     rate = row["tokens_per_s"]
-    parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4f} ({row['loss_z']:+.1f}z)", f"norm {row['norm']:.2f}",
-             f"lr {short(row['lr'])}", f"{row['ms']:.1f} ms",
-             f"{rate / 1000:.0f}k tok/s" if rate >= 10_000 else f"{rate / 1000:.1f}k tok/s",
-             f"ties {100 * row['ties'] / row['rows']:.1f} %"]
+    parts = [
+        f"step {row['step']}/{steps}",
+        f"loss {row['loss']:.4f} ({row['loss_z']:+.1f}z)",
+        f"norm {row['norm']:.2f}",
+        f"lr {short(row['lr'])}",
+        f"{row['ms']:.1f} ms",
+        f"{rate / 1000:.0f}k tok/s" if rate >= 10_000 else f"{rate / 1000:.1f}k tok/s",
+        f"ties {100 * row['ties'] / row['rows']:.1f} %",
+    ]
     if "val_loss" in row:
         parts.append(f"val {row['val_loss']:.4f}")
     return " | ".join(parts)

@@ -19,8 +19,24 @@ from cuflash.model import config, data, train
 from cuflash.model.run import Run
 
 # Options of a model that takes milliseconds a step.
-TINY = ("--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--block-size", "16", "--batch-size", "4", "--log-every", "2",
-        "--data", "synthetic:words,size=20000", "--warmup-steps", "2")
+TINY = (
+    "--n-layer",
+    "1",
+    "--n-embd",
+    "16",
+    "--n-head",
+    "2",
+    "--block-size",
+    "16",
+    "--batch-size",
+    "4",
+    "--log-every",
+    "2",
+    "--data",
+    "synthetic:words,size=20000",
+    "--warmup-steps",
+    "2",
+)
 
 
 def cuflash(*arguments: object, code: int = 0) -> str:
@@ -32,14 +48,20 @@ def cuflash(*arguments: object, code: int = 0) -> str:
 def rows(path: pathlib.Path) -> list[dict[str, str]]:
     """metrics.csv, timings aside."""
     with open(path / "metrics.csv", newline="") as f:
-        return [{k: v for k, v in row.items() if k not in ("ms", "tokens_per_s")} for row in csv.DictReader(f)]
+        return [
+            {k: v for k, v in row.items() if k not in ("ms", "tokens_per_s")} for row in csv.DictReader(f)
+        ]
 
 
 def contents(path: pathlib.Path) -> dict[str, bytes]:
     """Every dataset and attribute of a run's last checkpoint."""
     found: dict[str, bytes] = {}
     with h5py.File(Run(path).checkpoints()[-1][1]) as f:
-        f.visititems(lambda name, item: found.__setitem__(name, item[()].tobytes()) if isinstance(item, h5py.Dataset) else None)
+        f.visititems(
+            lambda name, item: (
+                found.__setitem__(name, item[()].tobytes()) if isinstance(item, h5py.Dataset) else None
+            )
+        )
         found |= {name: str(value).encode() for name, value in f.attrs.items()}
     return found
 
@@ -52,17 +74,30 @@ def here(tmp_path, monkeypatch):
 
 def test_a_run_from_start_to_text(here):
     output = cuflash("train", "--precision", "bf16", "--fix", "on", "--steps", 8, *TINY).splitlines()
-    assert output[0].startswith("precision bf16-paper | fix capped:beta=2,cap=80 | accumulator library (auto) | device cpu, ")
+    assert output[0].startswith(
+        "precision bf16-paper | fix capped:beta=2,cap=80 | accumulator library (auto) | device cpu, "
+    )
     assert output[1].startswith("model nano: ") and "context 16 | batch 4" in output[1]
-    assert output[2].startswith("data synthetic:words,size=20000: 18,000 tokens, 2,000 for validation, SHA-256 ")
+    assert output[2].startswith(
+        "data synthetic:words,size=20000: 18,000 tokens, 2,000 for validation, SHA-256 "
+    )
     fields = [part.split()[0] for part in output[3].split(" | ")]
-    assert fields[:4] == ["step", "loss", "norm", "lr"] and fields[-1] == "ties" and output[3].startswith("step 2/8 | loss ")
+    assert (
+        fields[:4] == ["step", "loss", "norm", "lr"]
+        and fields[-1] == "ties"
+        and output[3].startswith("step 2/8 | loss ")
+    )
     run = Run(here / "runs" / "nano-bf16-paper-capped")
     assert [r["step"] for r in run.metrics] == [2, 4, 6, 8] and [s for s, _ in run.checkpoints()] == [8]
-    assert f"validation loss {run.metrics[-1]['val_loss']:.4f} nats a token; unigram entropy of the text" in output[-2]
+    assert (
+        f"validation loss {run.metrics[-1]['val_loss']:.4f} nats a token; unigram entropy of the text"
+        in output[-2]
+    )
     stored = run.config
     assert stored["train"]["precision"] == "bf16" and stored["precision"]["sites"]["attn.s"] == "bf16"
-    assert {"numpy", "blas", "numerics_version", "git_commit", "command", "device"} <= set(stored["environment"])
+    assert {"numpy", "blas", "numerics_version", "git_commit", "command", "device"} <= set(
+        stored["environment"]
+    )
     assert stored["data"]["sha256"] == data.load("synthetic:words,size=20000").sha256
     text = cuflash("sample", run.path, "--tokens", 20, "--prompt", "The ")
     assert text.startswith("The ")
@@ -135,8 +170,11 @@ def test_in_a_terminal_lines_stand_above_a_bar(here):
     import termios
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
-    process = subprocess.Popen([sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "6", "--out", "a", *TINY],
-                               stdout=theirs, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "6", "--out", "a", *TINY],
+        stdout=theirs,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     os.close(theirs)
     output = b""
     try:
@@ -151,9 +189,13 @@ def test_in_a_terminal_lines_stand_above_a_bar(here):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT as a terminal does")
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(here):
-    process = subprocess.Popen([sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "100000", "--out", "a", *TINY],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cuflash.cli.main", "train", "--steps", "100000", "--out", "a", *TINY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     for text in process.stdout:
         if text.startswith("step 4/"):
             break
@@ -168,8 +210,21 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(here):
 def test_loss_falls_below_the_unigram_entropy(here, precision):
     """A text of one sentence: half the entropy of its single bytes, and more, is soon learnt."""
     (here / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 100)
-    c = config.resolve({"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 8, "data": "text", "steps": 80,
-                        "lr": 1e-2, "warmup_steps": 10, "precision": precision, "fix": "on"})
+    c = config.resolve(
+        {
+            "n_layer": 1,
+            "n_embd": 32,
+            "n_head": 2,
+            "block_size": 16,
+            "batch_size": 8,
+            "data": "text",
+            "steps": 80,
+            "lr": 1e-2,
+            "warmup_steps": 10,
+            "precision": precision,
+            "fix": "on",
+        }
+    )
     d = data.load(c.data)
     trainer = train.Trainer(c, d)
     losses = [trainer.step().loss for _ in range(c.steps)]
@@ -179,18 +234,35 @@ def test_loss_falls_below_the_unigram_entropy(here, precision):
 # ---- what is not finite
 
 def exploding(**options) -> train.Trainer:
-    c = config.resolve({"n_layer": 2, "n_embd": 16, "n_head": 2, "block_size": 16, "batch_size": 2, "steps": 20,
-                        "data": "synthetic:words,size=20000", "lr": 1e-3} | options)
+    c = config.resolve(
+        {
+            "n_layer": 2,
+            "n_embd": 16,
+            "n_head": 2,
+            "block_size": 16,
+            "batch_size": 2,
+            "steps": 20,
+            "data": "synthetic:words,size=20000",
+            "lr": 1e-3,
+        }
+        | options
+    )
     return train.Trainer(c, data.load(c.data))
 
 
-@pytest.mark.parametrize("name,place", [("h.1.mlp.c_fc.weight", "fwd/L1/c_fc/linear.y"), ("h.0.attn.c_attn.weight", "fwd/L0/c_attn/linear.y")])
+@pytest.mark.parametrize(
+    "name,place",
+    [("h.1.mlp.c_fc.weight", "fwd/L1/c_fc/linear.y"), ("h.0.attn.c_attn.weight", "fwd/L0/c_attn/linear.y")],
+)
 def test_the_first_value_that_is_not_finite_is_named(name, place):
     trainer = exploding(precision="bf16")
     trainer.step()
     trainer.state.params[name][:, 0] = 3e38  # bf16 ends at 3.39e38
     before = {n: p.copy() for n, p in trainer.state.params.items()}
-    with pytest.raises(train.NonFinite, match=f"step 2: loss is nan; the first value that is not finite appeared at site {place}"):
+    with pytest.raises(
+        train.NonFinite,
+        match=f"step 2: loss is nan; the first value that is not finite appeared at site {place}",
+    ):
         trainer.step()
     assert trainer.state.step == 1
     assert all(np.array_equal(p, before[n]) for n, p in trainer.state.params.items())
@@ -250,9 +322,13 @@ def test_bad_options(here, arguments, message):
 def test_bad_runs(here):
     cuflash("train", "--steps", 4, "--out", "a", *TINY)
     assert "holds a run already" in cuflash("train", "--steps", 4, "--out", "a", *TINY, code=2)
-    assert "has its 4 steps already; a larger --steps goes on" in cuflash("train", "--resume", "--out", "a", code=2)
+    assert "has its 4 steps already; a larger --steps goes on" in cuflash(
+        "train", "--resume", "--out", "a", code=2
+    )
     lr = config.PRESETS["nano"]["lr"]
-    assert f"--lr {lr} -> 0.5" in cuflash("train", "--resume", "--out", "a", "--lr", 0.5, "--steps", 9, code=2)
+    assert f"--lr {lr} -> 0.5" in cuflash(
+        "train", "--resume", "--out", "a", "--lr", 0.5, "--steps", 9, code=2
+    )
     assert "--n-embd 16 -> 32" in cuflash("train", "--resume", "--out", "a", "--n-embd", 32, code=2)
     with Run("a").lock():
         assert "run folder a is in use" in cuflash("train", "--resume", "--out", "a", "--steps", 9, code=2)
@@ -261,10 +337,14 @@ def test_bad_runs(here):
     stored.write_text(text.replace("numerics_version = 1", "numerics_version = 99"))
     assert "numerics version 99" in cuflash("train", "--resume", "--out", "a", "--steps", 9, code=2)
     stored.write_text(text.replace("seed = 1", "seed = 2"))
-    assert "is of another run: its seed is 1" in cuflash("train", "--resume", "--out", "a", "--steps", 9, code=2)
+    assert "is of another run: its seed is 1" in cuflash(
+        "train", "--resume", "--out", "a", "--steps", 9, code=2
+    )
     stored.write_text(text)
     Run("a").checkpoint_path(4).write_bytes(b"junk")
-    assert "damaged, cut short or not HDF5" in cuflash("train", "--resume", "--out", "a", "--steps", 9, code=2)
+    assert "damaged, cut short or not HDF5" in cuflash(
+        "train", "--resume", "--out", "a", "--steps", 9, code=2
+    )
     assert "damaged, cut short or not HDF5" in cuflash("sample", "a", code=2)
 
 
@@ -274,7 +354,10 @@ def test_a_full_disk_is_named(here, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     output = cuflash("train", "--steps", 4, "--out", "a", *TINY, code=2)
-    assert "cannot write a/config.toml: No space left on device" in output and not (here / "a" / "config.toml").exists()
+    assert (
+        "cannot write a/config.toml: No space left on device" in output
+        and not (here / "a" / "config.toml").exists()
+    )
 
 
 def test_dry_run_writes_nothing(here):
@@ -301,10 +384,24 @@ def test_z_scores_look_back():
 
 
 def test_the_line():
-    row = {"step": 120, "loss": 3.2101, "loss_z": 0.3, "norm": 0.82, "lr": 9.8e-4, "ms": 41.2, "tokens_per_s": 398_000.0,
-           "ties": 31, "rows": 1000}
-    assert train.line(row, 1000) == "step 120/1000 | loss 3.2101 (+0.3z) | norm 0.82 | lr 9.8e-4 | 41.2 ms | 398k tok/s | ties 3.1 %"
-    assert train.line(row | {"val_loss": 2.5, "tokens_per_s": 8_400.0}, 1000).endswith("8.4k tok/s | ties 3.1 % | val 2.5000")
+    row = {
+        "step": 120,
+        "loss": 3.2101,
+        "loss_z": 0.3,
+        "norm": 0.82,
+        "lr": 9.8e-4,
+        "ms": 41.2,
+        "tokens_per_s": 398_000.0,
+        "ties": 31,
+        "rows": 1000,
+    }
+    assert (
+        train.line(row, 1000)
+        == "step 120/1000 | loss 3.2101 (+0.3z) | norm 0.82 | lr 9.8e-4 | 41.2 ms | 398k tok/s | ties 3.1 %"
+    )
+    assert train.line(row | {"val_loss": 2.5, "tokens_per_s": 8_400.0}, 1000).endswith(
+        "8.4k tok/s | ties 3.1 % | val 2.5000"
+    )
 
 
 def test_the_columns_hold_what_is_written():
