@@ -1,38 +1,43 @@
-"""`cuflash audit FILE`: which roundings of attention are biased on captured q, k, v and dO."""
+"""`cuflash audit FILE|RUN`: which roundings of attention are biased on captured q, k, v and dO."""
 import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 from tqdm import tqdm
 
 from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
-from cuflash.cli.main import user_errors
+from cuflash.audit_map import ErrorMap, error_map, write_maps
+from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
-from cuflash.fixes import as_fix
-from cuflash.precision import as_precision
+from cuflash.fixes import Fix, as_fix
+from cuflash.monte_carlo import RESTS, TIES, table
+from cuflash.precision import Precision, as_precision
 from cuflash.statistics import SIGNIFICANT, SiteStatistics
 from cuflash.tensor_file import read_tensors
+from cuflash.whole_file import whole_file
 
 WIDTH = 100
 KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 
 
 @click.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@click.option("--precision", "precisions", multiple=True, metavar="NAME|TOML", default=("bf16", "bf16-fa2"),
-              show_default=True, help="What to audit; repeatable.")
+@click.argument("source", metavar="FILE|RUN", required=False, type=click.Path(exists=True))
+@click.option("--precision", "precisions", multiple=True, metavar="NAME|TOML",
+              help="What to audit; repeatable.  [default: bf16 and bf16-fa2; of a run its own]")
 @click.option(
     "--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]", help="Round a site otherwise."
 )
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a switch, as delta_from=p_dp."
 )
-@click.option("--fix", default="off", show_default=True, help="A fix of the row maximum: off, on, qiu-b2, …")
+@click.option("--fix", help="A fix of the row maximum: off, on, qiu-b2, …  [default: off; of a run its own]")
 @click.option("--causal", is_flag=True, help="Query i sees keys up to i + Tk − Tq.")
 @click.option("--scale", type=float, help="Factor of S; default 1/√head_dim.")
 @click.option(
@@ -41,47 +46,150 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 @click.option("--heads", metavar="LIST", help="Only these query heads, as 0,6-8.")
 @click.option("--batch", metavar="LIST", help="Only these samples, as 0-3.")
 @click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True,
-              help="The layer of the capture, for roundings scoped to layers.")
+              help="The layer of a FILE's capture, for roundings scoped to layers.")
+@click.option("--layers", metavar="LIST", help="Of a RUN: only these layers.")
+@click.option("--step", type=click.IntRange(min=0), help="Of a RUN: the checkpoint.  [default: the last]")
+@click.option("--data", help="Of a RUN: another text for the batch.")
 @click.option(
     "--cures/--no-cures", default=True, help="Try what removes the bias of delta (most of the time)."
 )
+@click.option("--monte-carlo", is_flag=True,
+              help="The bias of Ō and O against the number of ties and the size of the rest; needs no FILE.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False),
+              help="Write the errors of δ and O by token and feature here, in HDF5, for cuflash plot.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write everything here, by head too."
 )
-def audit(file: str, precisions: tuple[str, ...], rounds: tuple[str, ...], settings: tuple[str, ...],
-          fix: str, causal: bool, scale: float | None, layout: str, heads: str | None, batch: str | None,
-          layer: int, cures: bool, json_file: str | None) -> None:
+@click.pass_context
+def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
 
     FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
-    (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). It needs no GPU.
+    (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder or a checkpoint:
+    what its attention takes in training's next pass is audited, layer by layer. It needs no GPU.
     """
-    with user_errors():
-        resolved = [as_precision(p).set(*settings).round(*rounds) for p in precisions]
-        for p in resolved:
-            if p.is_fp64:
-                raise ValueError("--precision fp64 is what the others are compared with; name another one")
-            if p.order == "fa2" and scale is not None and scale <= 0:
-                raise ValueError(f"--scale is {scale}; valid under order=fa2 ({p.name}): a number above 0")
-        fixed = as_fix(fix)
-        arrays = read_tensors(file, KEYS, OPTIONAL)
-        if json_file and not os.access(Path(json_file).absolute().parent, os.W_OK):
-            raise ValueError(f"--json {json_file}: its folder does not exist or cannot be written")
-        capture = Capture.of(**arrays, causal=causal, scale=scale, layout=layout, layer=layer,
-                             heads=numbers("--heads", heads), batch=numbers("--batch", batch))
-    click.echo("\n".join(_inputs(file, arrays, capture)))
-    results = []
-    for precision in resolved:
-        with _Bar() as bar:
-            results.append(run_audit(capture, precision, fix=fixed, cures=cures, progress=bar))
-        click.echo("\n" + "\n".join(report(results[-1])))
-    if json_file:
-        data = {"file": file, "causal": capture.causal, "scale": capture.scale, "layer": layer,
-                "audits": [r.to_dict() for r in results]}
+    for option in ("json_file", "out"):
+        if options[option] and not os.access(Path(options[option]).absolute().parent, os.W_OK):
+            raise UserError(f"{options[option]}: its folder does not exist or cannot be written")
+    if options["monte_carlo"]:
+        if source:
+            raise UserError(f"--monte-carlo draws its own inputs: drop {source}")
+        _monte_carlo(options)
+    elif source is None:
+        raise UserError("name a FILE with q, k, v and do, a RUN, or --monte-carlo")
+    else:
         with user_errors():
-            beside = Path(f"{json_file}.tmp")
-            beside.write_text(json.dumps(data, indent=1), encoding="utf-8")
-            beside.replace(json_file)
+            work = _of_run(source, options) if _is_run(source) else _of_file(source, options)
+        _audit(source, work, options)
+
+
+@dataclass
+class _Work:
+    """Captures by layer, what to audit them under, the lines about them, and where their tokens are known these."""
+
+    captures: dict[int, Capture]
+    precisions: list[Precision]
+    fix: Fix
+    inputs: list[str]
+    tokens: np.ndarray | None = None
+    kind: str = ""
+
+
+def _is_run(source: str) -> bool:
+    """Whether it is a run folder or a checkpoint."""
+    if os.path.isdir(source):
+        return True
+    import h5py
+    if not h5py.is_hdf5(source):
+        return False
+    with h5py.File(source, "r") as f:
+        return str(f.attrs.get("format", "")).startswith("cuflash checkpoint")
+
+
+def _precisions(given: Sequence[str | Precision], options: dict[str, Any]) -> list[Precision]:
+    found = [as_precision(p).set(*options["settings"]).round(*options["rounds"]) for p in options["precisions"] or given]
+    for p in found:
+        if p.is_fp64:
+            raise ValueError("--precision fp64 is what the others are compared with; name another one")
+        if p.order == "fa2" and options["scale"] is not None and options["scale"] <= 0:
+            raise ValueError(f"--scale is {options['scale']}; valid under order=fa2 ({p.name}): a number above 0")
+    return found
+
+
+def _of_file(file: str, options: dict[str, Any]) -> _Work:
+    for option in ("layers", "step", "data"):
+        if options[option] is not None:
+            raise ValueError(f"--{option} is for a run; {file} holds one layer's arrays")
+    precisions, fix = _precisions(("bf16", "bf16-fa2"), options), as_fix(options["fix"] or "off")
+    arrays = read_tensors(file, KEYS, OPTIONAL)
+    capture = Capture.of(**arrays, **{name: options[name] for name in ("causal", "scale", "layout", "layer")},
+                         heads=numbers("--heads", options["heads"]), batch=numbers("--batch", options["batch"]))
+    return _Work({options["layer"]: capture}, precisions, fix, _inputs(file, arrays, capture))
+
+
+def _of_run(run: str, options: dict[str, Any]) -> _Work:
+    from cuflash.model.passes import captures, one_pass
+    if options["causal"] or options["scale"] is not None or options["layout"] != "bhtd" or options["layer"]:
+        raise ValueError(f"--causal, --scale, --layout and --layer are for a file of arrays; {run} knows its own "
+                         "(and takes --layers)")
+    samples = numbers("--batch", options["batch"])
+    p = one_pass(run, step=options["step"], data=options["data"], samples=samples)
+    count = p.header.model.n_layer
+    layers = numbers("--layers", options["layers"]) or list(range(count))
+    if layers[-1] >= count:
+        raise ValueError(f"--layers {layers[-1]}: the model has layers 0 to {count - 1}")
+    precisions, fix = _precisions([p.model.precision], options), as_fix(options["fix"] or p.model.fix)
+    found = captures(p, layers, heads=numbers("--heads", options["heads"]), samples=samples)
+    inputs = [f"{run}: attention's inputs in step {p.step}, {len(p.x)} samples of {p.x.shape[1]} tokens, "
+              f"{p.header.model.n_head} heads; compared with golden, plain fp64"]
+    return _Work(found, precisions, fix, inputs, p.x[samples or slice(None)], p.header.tokens)
+
+
+def _audit(source: str, work: _Work, options: dict[str, Any]) -> None:
+    click.echo("\n".join(work.inputs))
+    results: dict[int, list[Audit]] = {}
+    maps: dict[int, list[ErrorMap]] = {}
+    for layer, capture in work.captures.items():
+        for precision in work.precisions:
+            with _Bar() as bar:
+                results.setdefault(layer, []).append(
+                    run_audit(capture, precision, fix=work.fix, cures=options["cures"], progress=bar))
+            title = f"layer {layer}: " if len(work.captures) > 1 else ""
+            click.echo("\n" + "\n".join(report(results[layer][-1], title)))
+            if options["out"]:
+                with user_errors():
+                    maps.setdefault(layer, []).append(error_map(capture, precision, work.fix))
+    with user_errors():
+        if options["out"]:
+            write_maps(options["out"], maps, work.tokens, work.kind)
+        if options["json_file"]:
+            data = [{"file": source, "causal": c.causal, "scale": c.scale, "layer": layer,
+                     "audits": [r.to_dict() for r in results[layer]]} for layer, c in work.captures.items()]
+            _write_json(options["json_file"], data[0] if len(data) == 1 else {"layers": data})
+
+
+def _monte_carlo(options: dict[str, Any]) -> None:
+    with user_errors():
+        precisions = _precisions(("bf16", "bf16-fa2"), options)
+        rows = list(table(precisions, fix=as_fix(options["fix"] or "off")))
+    for p in precisions:
+        mine = [b for b in rows if b.precision == p.name]
+        click.echo(f"{p.describe()}, fix {as_fix(options['fix'] or 'off')}: mean error in ulp of {mine[0].format}, "
+                   f"V uniform in [−4, −2], ± {max(b.se for b in mine):.1g} at most")
+        for x, label in (("o_bar", "Ō"), ("o", "O")):
+            click.echo(f"  {label}     P̄ of the rest: " + "".join(f"{rest:>10g}" for rest in RESTS))
+            for n in TIES:
+                values = [b.mean for b in mine if b.x == x and b.ties == n]
+                click.echo(f"    {n} at P̄ = 1         " + "".join(f"{v:>+10.4f}" for v in values))
+        click.echo("")
+    if options["json_file"]:
+        with user_errors():
+            _write_json(options["json_file"], {"fix": str(as_fix(options["fix"] or "off")), "bias": [asdict(b) for b in rows]})
+
+
+def _write_json(path: str, data: Any) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
 class _Bar:
@@ -121,10 +229,10 @@ def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture) -> list[
     return lines
 
 
-def report(a: Audit) -> list[str]:
+def report(a: Audit, where: str = "") -> list[str]:
     """The audit of one precision as lines of at most 100 columns."""
     sums = "library (BLAS)" if a.precision.accumulator == "auto" else a.precision.accumulator
-    title = f"{a.precision.describe()}, fix {a.fix}, accumulator {sums}"
+    title = f"{where}{a.precision.describe()}, fix {a.fix}, accumulator {sums}"
     head = [*textwrap.wrap(title, WIDTH), "─" * WIDTH]
     return [*head, *_sites(a), "", *_effect(a), *_tied(a), *_cures(a)]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuflash.audit import Capture
 from cuflash.fixes import Fix, as_fix
 from cuflash.model.checkpoint import Header
 from cuflash.model.config import resolve
@@ -14,6 +15,7 @@ from cuflash.model.run import Run
 from cuflash.model.sample import load_model
 from cuflash.philox import Key
 from cuflash.precision import as_precision
+from cuflash.sites import Rounder
 
 
 @dataclass
@@ -81,3 +83,25 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
     p = p.set(*settings).round(*rounds)
     model = GPT(header.model, model.params, p, as_fix(header.fix if fix is None else fix))
     return Pass(model, header, at, x, y, Key(seed, at + 1), loaded.sha256)
+
+
+def captures(p: Pass, layers: Sequence[int], *, heads: Sequence[int] | None = None,
+             samples: Sequence[int] | None = None) -> dict[int, Capture]:
+    """What attention took in each of these layers during the pass: q, k, v before their sites, and dO."""
+    found: dict[int, dict[str, np.ndarray]] = {i: {} for i in layers}
+    config = p.header.model
+    shape = (len(p.x), config.n_head, config.block_size, config.n_embd // config.n_head)
+    taken = {("fwd", "attn.q"): "q", ("fwd", "attn.k"): "k", ("fwd", "attn.v"): "v", ("bwd", "attn.do"): "do"}
+
+    def watch(rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
+        name = taken.get((rnd.direction, site))
+        if name and rnd.layer in found:
+            whole = found[rnd.layer].setdefault(name, np.empty(shape, x.dtype))
+            whole[np.asarray(rnd.samples) - p.key.sample, np.asarray(rnd.heads)] = x
+
+    p.model.watch = watch
+    try:
+        p.run()
+    finally:
+        p.model.watch = None
+    return {i: Capture.of(**arrays, causal=True, layer=i, heads=heads, batch=samples) for i, arrays in found.items()}
