@@ -4,6 +4,9 @@
 // shared memory: a look-up costs less than the 50 to 90 instructions, and gives the same bits. Others are computed.
 // Compiled with X_T, Y_T (forward), or BACKWARD, DY_T, X_T, DX_T.
 
+#define BLOCK_THREADS 1024  // few blocks, as each fills a table
+#define THREAD_FOURS 2
+
 #include "functions.cuh"
 #include "rows.cuh"
 
@@ -51,7 +54,7 @@ template <> struct Method<bf16> { using type = Table; };
 inline float4 apply(const Method<X_T>::type& f, float4 x) { return make_float4(f(x.x), f(x.y), f(x.z), f(x.w)); }
 
 #ifdef BACKWARD
-extern "C" __global__ void __launch_bounds__(256) gelu_backward(const DY_T* dy, const X_T* x, DX_T* dx, long long size,
+extern "C" __global__ void __launch_bounds__(block_threads, 2) gelu_backward(const DY_T* dy, const X_T* x, DX_T* dx, long long size,
                                                                 const Place place) {
     __shared__ Method<X_T>::type slope;
     slope.fill();
@@ -62,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_backward(const DY_T* dy, 
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(256) gelu_forward(const X_T* x, Y_T* y, long long size, const Place place) {
+extern "C" __global__ void __launch_bounds__(block_threads, 2) gelu_forward(const X_T* x, Y_T* y, long long size, const Place place) {
     __shared__ Method<X_T>::type gelu;
     gelu.fill();
     FOR_BLOCKS(size) {

@@ -82,10 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) layernorm_forward(
 }
 #else
 constexpr int chunk_rows = 16;
+// Threads of an SM at once, as registers allow for.
+constexpr int resident = fours <= 6 ? 512 : 320;
 
 // x: what the forward normalised. dstream: the stream's gradient, for RESIDUAL. dw and db: (chunks, WIDTH), sums over 16
 // rows each, which the kernel of column sums joins. A block takes a chunk.
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 512 ? 512 / THREADS : 1) layernorm_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS < resident ? resident / THREADS : 1) layernorm_backward(
     const DY_T* dy, const X_T* x, const float2* statistics, const float* w, const DSTREAM_T* dstream, DX_T* dx, DOPERAND_T* operand,
     float* dw, float* db, long long rows, const Place place) {
     __shared__ float shared[2][32];
@@ -98,6 +100,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 512 ? 512 / THR
         if (row >= rows) break;
         const float2 mean_rstd = statistics[row];
         float4 xhat[fours], g[fours], product[fours];
+#if RESIDUAL && !BIAS
+        float4 stream[fours];  // early, so that enough loads are under way; with a bias registers are short
+        FOR_COLUMNS(i, col) stream[i] = load(dstream + row * WIDTH, col);
+#define STREAM(i, col) stream[i]
+#else
+#define STREAM(i, col) load(dstream + row * WIDTH, col)
+#endif
         FOR_COLUMNS(i, col) {
             xhat[i] = masked((load(x + row * WIDTH, col) - mean_rstd.x) * mean_rstd.y, col);
             const float4 dy_here = load(dy + row * WIDTH, col);
@@ -112,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 512 ? 512 / THR
             float4 d = ((g[i] - g_mean) - xhat[i] * product_mean) * mean_rstd.y;
             d = rnd4<ln_dx>(d, place.at(0, row, col));
 #if RESIDUAL
-            d = rnd4<residual_dx>(load(dstream + row * WIDTH, col) + d, place.at(1, row, col));
+            d = rnd4<residual_dx>(STREAM(i, col) + d, place.at(1, row, col));
 #endif
             save(dx + row * WIDTH, col, d);
 #if OPERAND

@@ -114,11 +114,15 @@ inline void store4_flat(T* x, long long i, long long size, float4 v) {
     else store4<false>(x, i, size, v);
 }
 
-// A block of 256 threads takes 4096 elements at a time; a thread loads its four fours before it stores one, so that
-// enough loads are under way.
-constexpr int block_elements = 4096, thread_fours = 4;
+// A thread loads its fours of a turn before it stores one, so that enough loads are under way.
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 256
+#define THREAD_FOURS 4
+#endif
+constexpr int block_threads = BLOCK_THREADS, thread_fours = THREAD_FOURS;
+constexpr long long block_elements = 4 * block_threads * thread_fours;
 
 #define FOR_BLOCKS(size) \
-    for (long long block = blockIdx.x * (long long)block_elements; block < size; block += gridDim.x * (long long)block_elements)
+    for (long long block = blockIdx.x * block_elements; block < size; block += gridDim.x * block_elements)
 #define FOR_FOURS(j, i) \
-    _Pragma("unroll") for (long long j = 0, i = block + 4 * threadIdx.x; j < thread_fours; j++, i += 1024)
+    _Pragma("unroll") for (long long j = 0, i = block + 4 * threadIdx.x; j < thread_fours; j++, i += 4 * block_threads)

@@ -79,7 +79,7 @@ _erf64 = np.frompyfunc(math.erf, 1, 1)  # NumPy has no erf
 def _forward_cuda(x: Any, rnd: Rounder) -> Any:
     x = launch.flat(x)
     y = launch.result(x.shape, rnd, "gelu.y")
-    launch.run("gelu", "gelu_forward", _blocks(x.size), 256, (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
+    launch.run("gelu", "gelu_forward", _blocks(x.size), 1024, (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
                {"X_T": launch.c_type(x), "Y_T": launch.c_type(y)}, (("gelu.y", launch.rounding(rnd, "gelu.y")),))
     return launch.shown(rnd, "gelu.y", y)
 
@@ -87,7 +87,7 @@ def _forward_cuda(x: Any, rnd: Rounder) -> Any:
 def _backward_cuda(dy: Any, x: Any, rnd: Rounder) -> Any:
     dy, x = launch.flat(dy), launch.flat(x)
     dx = launch.result(x.shape, rnd, "gelu.dx")
-    launch.run("gelu", "gelu_backward", _blocks(x.size), 256, (dy, x, dx, np.int64(x.size), launch.place(x.shape, rnd)),
+    launch.run("gelu", "gelu_backward", _blocks(x.size), 1024, (dy, x, dx, np.int64(x.size), launch.place(x.shape, rnd)),
                {"BACKWARD": True, "DY_T": launch.c_type(dy), "X_T": launch.c_type(x), "DX_T": launch.c_type(dx)},
                (("gelu.dx", launch.rounding(rnd, "gelu.dx")),))
     return launch.shown(rnd, "gelu.dx", dx)
@@ -95,4 +95,4 @@ def _backward_cuda(dy: Any, x: Any, rnd: Rounder) -> Any:
 
 def _blocks(size: int) -> int:
     """As many as run at once: each fills its table once."""
-    return min(launch.elementwise(size), 8 * launch.multiprocessors())
+    return max(1, min(-(-size // 8192), 2 * launch.multiprocessors()))
