@@ -84,7 +84,7 @@ struct Elements {
         return bits;
     }
 
-    // The argument of exp from S, in place; the largest magnitude is returned.
+    // The argument of exp from S, in place; the largest magnitude is returned, or NaN.
     template <bool Masked>
     float exponents(float (&s)[32], unsigned hidden) const {
         float most = 0.f;
@@ -96,7 +96,7 @@ struct Elements {
                 float& x = s[4 * j + e];
                 x = exponent(x, e % 2 ? two.z : two.x, args, at(query(j, e), key(e)));
                 if (Masked && hidden >> (4 * j + e) & 1) x = 0.f;  // whatever, but narrow
-                most = fmaxf(most, fabsf(x));
+                most = functions::max_nan(most, fabsf(x));
             }
         }
         return most;

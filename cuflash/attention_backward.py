@@ -350,12 +350,14 @@ class _Launch:
         """Sets an operand: the input as it lies where that serves, else rounded into an array, which is returned."""
         x, rounding = self.inputs[site], how.rounding[site]
         name, kv = {"attn.do": "dout"}.get(site, site[-1]), site in ("attn.k", "attn.v")
+        format = "fp32" if how.operand == "float" else how.operand
+        as_it_lies = (_TYPES[x.dtype.name] == how.operand and rounding.format == format
+                      and (not how.geometries or _aligned(x)))
         # Random words belong to a query head.
-        per_head = kv and self.group > 1 and rounding.format != "fp32" and mode_named(rounding.mode).needs_key
+        per_head = not as_it_lies and kv and self.group > 1 and mode_named(rounding.mode).needs_key
         if kv:
             self.scalars[f"{name}_per_head"] = per_head
-        format = "fp32" if how.operand == "float" else how.operand
-        if _TYPES[x.dtype.name] == how.operand and rounding.format == format and (not how.geometries or _aligned(x)):
+        if as_it_lies:
             self.arrays[name] = _place(x)
             return None
         width = -(-self.d // 8) * 8 if how.geometries else self.d
