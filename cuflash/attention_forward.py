@@ -20,7 +20,7 @@ from cuflash.fixes import Fix
 from cuflash.formats import round_to
 from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, device_accumulator, precision_header, product_operand
 from cuflash.philox import Key
-from cuflash.precision import Precision
+from cuflash.precision import Precision, Rounding
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -231,6 +231,7 @@ def _finish(o: np.ndarray, m: np.ndarray, l: np.ndarray, raw: np.ndarray, rnd: R
 
 # struct Parameters of cuda/attention_forward.cu: q, k, v, o, o_unrounded; lse, m, l, stats; lengths; key; scales.
 _PARAMETERS = Struct("@" + 5 * "Pqqq" + 4 * "P" + 8 * "q" + "Q" + 3 * "q" + 2 * "f")
+_CHEAP = (Rounding("bf16"), Rounding("fp16"))  # one instruction
 _DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16", "bf16"), "float16": ("fp16", "fp16")}  # format, CUDA
 
 
@@ -256,13 +257,13 @@ class Launch(NamedTuple):
     heads: int
 
 
-def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int, fixed: bool = False) -> Geometry:
+def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int, extra: int = 0) -> Geometry:
     """How a block works on the precision's tiles.
 
     Args:
         halves: whether the operands of QKᵀ, of P̄V have 16 bits.
         capability: of the device, 90 for 9.0; says how much shared memory there is.
-        fixed: whether a fix acts on the row maximum.
+        extra: registers of a thread that go to a fix and to costly roundings.
     """
     br, bc = precision.tiles(head_dim).forward
     columns = -(-head_dim // 16) * 16
@@ -278,14 +279,14 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
         if not at_once:
             shapes.append((True, 16, 4, 64, 1, 2))
         elif bc in (64, 128):
-            registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2 + 8 * fixed
+            registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2 + extra
             if registers <= 96:
                 shapes += [(True, 16, 8, bc, 2, 2), (True, 16, 4, bc, 1, 4)]
             if registers <= 136:
                 shapes += [(True, 16, 4, bc, 2, 3), (True, 16, 4, bc, 1, 3)]
             shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
     if half and at_once:
-        if bc + columns <= 192 and (br is None or br % 32 == 0):
+        if (bc + columns) // 2 + extra <= 104 and (br is None or br % 32 == 0):
             shapes.append((False, 32, 4, bc, 2, 1))
         shapes += [(False, 16, 8, bc, 2, 1), (False, 16, 8, bc, 1, 1)]
     if at_once:
@@ -316,7 +317,8 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     # Copied as they lie: the site keeps the dtype's values, and they are the operand (of 16 bits, or fp32).
     lies = [operand if half else "fp32" for half, operand in zip(halves, operands)]
     direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
-    g = geometry(precision, head_dim, halves, capability, type(fix) is not Fix)
+    costly = any(table[name].format != "fp32" and table[name] not in _CHEAP for name in table if name.startswith("attn."))
+    g = geometry(precision, head_dim, halves, capability, 8 * (type(fix) is not Fix) + 64 * costly)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
                "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
                "DIRECT": direct, "COUNT": count}

@@ -120,13 +120,15 @@ def test_table_reference_and_kernel_name_the_same_sites():
 MIXED = Precision.named("bf16").round("attn.s=bf16:rz", "attn.x=bf16:sr", "attn.p=fp16:sr", "attn.v=fp16", "attn.alpha=e5m7:ru",
                                       "attn.pv=bf16:rna", "attn.o_acc=bf16:sr", "attn.lse=bf16:rd", "attn.k=fp8_e4m3")
 VARIANTS = [  # precision, head dim, fix, dtype
-    ("bf16-fa2", 64, "off", "bfloat16"), ("bf16-fa2", 128, "off", "bfloat16"), ("bf16-fa2", 256, "capped", "bfloat16"),
-    ("bf16", 64, "off", "bfloat16"), ("bf16", 128, "qiu-b2", "bfloat16"), ("fp16-fa2", 40, "off", "float16"),
-    ("fp32", 64, "off", "float32"), ("all-fp8_e5m2", 32, "capped", "float32"), ("all-tf32", 16, "off", "float32"),
+    ("bf16-fa2", 64, "off", "bfloat16"), ("bf16-fa2", 128, "off", "bfloat16"), ("bf16", 64, "capped", "bfloat16"),
+    ("bf16", 128, "qiu-b2", "bfloat16"), (Precision.named("bf16-fa2").replace(exp="mufu"), 64, "off", "bfloat16"),
+    ("fp32", 64, "off", "float32"), ("all-fp8_e5m2", 32, "off", "float32"), ("all-tf32", 16, "off", "float32"),
     (MIXED, 7, "qiu-b7", "float32"), (Precision.named("bf16").replace(tile=(512, 512)), 64, "qiu-b2", "bfloat16"),
     (Precision.named("bf16").replace(tile=(128, None)), 192, "off", "bfloat16"),
-    (Precision.named("bf16-fa2").replace(algorithm="plain", exp="mufu"), 64, "off", "bfloat16"),
+    (Precision.named("bf16-fa2").replace(algorithm="plain"), 64, "off", "float16"),
 ]
+# Where speed counts, nothing may spill.
+FAST = VARIANTS[:5]
 
 
 @needs_nvrtc
@@ -139,8 +141,8 @@ def test_forward_compiles(precision, head_dim, fix, dtype, target):
     core = "ampere" if capability < 90 else "hopper"
     _, defines, text = compile_arguments(p, as_fix(fix), head_dim, 0, 0, dtype, dtype, head_dim % 8 == 0, True, core, capability)
     used = kernels.resources("attention_forward", arch, defines, {"precision.cuh": text})["attention_forward"]
-    if isinstance(precision, str) and target == "sm_90a" and head_dim <= 128:
-        assert used.spill_stores == used.spill_loads == 0  # the precisions that must be fast
+    if target == "sm_90a" and (precision, head_dim, fix, dtype) in FAST:
+        assert used.spill_stores == used.spill_loads == 0
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)

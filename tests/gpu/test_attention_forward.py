@@ -213,7 +213,7 @@ def test_refuses_what_a_kernel_cannot_do(seed):
     q = draw(seed, 1, 1, 16, 16)
     with pytest.raises(TypeError, match="float64.*astype"):
         flash_attention(*[q.astype(np.float64)] * 3)
-    with pytest.raises(TypeError, match="cupy.*numpy"):
+    with pytest.raises(TypeError, match="k is a numpy array and q a cupy array"):
         flash_attention(q, cupy.asnumpy(q), q)
     with pytest.raises(ValueError, match="library"):
         flash_attention(q, q, q, precision=Precision.named("bf16").replace(accumulator="library"))
