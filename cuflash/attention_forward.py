@@ -21,6 +21,7 @@ from cuflash.formats import round_to
 from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, device_accumulator, precision_header, product_operand
 from cuflash.philox import Key
 from cuflash.precision import Precision, Rounding
+from cuflash.site_table import SITES
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -257,7 +258,8 @@ class Launch(NamedTuple):
     heads: int
 
 
-def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int, extra: int = 0) -> Geometry:
+def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capability: int,
+             extra: int = 0) -> Geometry:
     """How a block works on the precision's tiles.
 
     Args:
@@ -302,7 +304,8 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
 
 
 def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int, head: int, dtype: str, out: str,
-                      aligned: bool, count: bool, accumulator: str, capability: int) -> tuple[Geometry, dict[str, object], str]:
+                      aligned: bool, count: bool, accumulator: str,
+                      capability: int) -> tuple[Geometry, dict[str, object], str]:
     """Geometry, macros and precision.cuh of the kernel for one head.
 
     Args:
@@ -317,7 +320,8 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     # Copied as they lie: the site keeps the dtype's values, and they are the operand (of 16 bits, or fp32).
     lies = [operand if half else "fp32" for half, operand in zip(halves, operands)]
     direct = aligned and {format} == {table[f"attn.{x}"].format for x in "qkv"} | set(lies)
-    costly = any(table[name].format != "fp32" and table[name] not in _CHEAP for name in table if name.startswith("attn."))
+    costly = any(rounding.format != "fp32" and rounding not in _CHEAP for name, rounding in table.items()
+                 if name.startswith("attn.") and SITES[name].direction != "bwd")
     g = geometry(precision, head_dim, halves, capability, 8 * (type(fix) is not Fix) + 64 * costly)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
                "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
@@ -358,7 +362,8 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
     """Queues the kernels on CuPy's current stream.
 
     Args:
-        q, o, o_unrounded: (batch, heads, Tq, D), CuPy arrays with a contiguous last axis; k, v: (batch, kv_heads, Tk, D).
+        q, o, o_unrounded: (batch, heads, Tq, D), CuPy arrays with a contiguous last axis.
+        k, v: (batch, kv_heads, Tk, D), likewise.
         lse, m, l: (batch, heads, Tq) fp32, contiguous. m, l, o_unrounded (fp32) and stats ((3,) 64-bit integers,
             added to) may be None.
 
@@ -369,7 +374,8 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
     arrays = [(x.data.ptr, *(stride // x.itemsize for stride in x.strides[:3])) for x in (q, k, v, o)]
     arrays.append((0, 0, 0, 0) if o_unrounded is None
                   else (o_unrounded.data.ptr, *(stride // 4 for stride in o_unrounded.strides[:3])))
-    aligned = d % 8 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0 for x in (q, k, v))
+    aligned = d % 8 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0
+                                 for x in (q, k, v))
     pairs = (o.data.ptr | o.strides[0] | o.strides[1] | o.strides[2]) % (2 * o.itemsize) == 0
     scale = float(np.float32(scale))
     for run in _plan(precision, fix, d, heads, key.layer, q.dtype.name, o.dtype.name, aligned, stats is not None,
@@ -380,4 +386,5 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
             heads, run.first_head, run.heads, heads // max(k.shape[1], 1), tq, shape.tk, shape.causal, pairs,
             key.seed, key.step, key.layer, key.sample, scale, float(np.float32(scale * LOG2E)))
         blocks = -(-tq // (g.rows * g.warps)) * g.split * batch * run.heads
-        run.kernel((blocks,), (32 * g.warps,), (np.frombuffer(parameters, f"V{len(parameters)}"),), shared_mem=g.shared)
+        argument = np.frombuffer(parameters, f"V{len(parameters)}")  # of size 1, so CuPy passes it by value
+        run.kernel((blocks,), (32 * g.warps,), (argument,), shared_mem=g.shared)

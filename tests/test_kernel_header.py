@@ -94,7 +94,8 @@ def test_auto_takes_the_devices_own_tensor_core(switches, capability, expected):
 
 @pytest.mark.parametrize("switches, capability, words", [
     ({"accumulator": "hopper"}, 80, "ampere.*CPU reference"), ({"accumulator": "ampere"}, 90, "hopper.*CPU reference"),
-    ({"accumulator": "library"}, 90, "sequential"), ({"accumulator": "exact"}, 90, "NumPy"), ({"exp": "library"}, 90, "defined"),
+    ({"accumulator": "library"}, 90, "sequential"), ({"accumulator": "exact"}, 90, "NumPy"),
+    ({"exp": "library"}, 90, "defined"),
 ])
 def test_a_device_refuses_what_it_cannot_run(switches, capability, words):
     with pytest.raises(ValueError, match=words):
@@ -117,8 +118,9 @@ def test_table_reference_and_kernel_name_the_same_sites():
 
 # ---- compilation
 
-MIXED = Precision.named("bf16").round("attn.s=bf16:rz", "attn.x=bf16:sr", "attn.p=fp16:sr", "attn.v=fp16", "attn.alpha=e5m7:ru",
-                                      "attn.pv=bf16:rna", "attn.o_acc=bf16:sr", "attn.lse=bf16:rd", "attn.k=fp8_e4m3")
+MIXED = Precision.named("bf16").round(
+    "attn.s=bf16:rz", "attn.x=bf16:sr", "attn.p=fp16:sr", "attn.v=fp16", "attn.alpha=e5m7:ru", "attn.pv=bf16:rna",
+    "attn.o_acc=bf16:sr", "attn.lse=bf16:rd", "attn.k=fp8_e4m3")
 VARIANTS = [  # precision, head dim, fix, dtype
     ("bf16-fa2", 64, "off", "bfloat16"), ("bf16-fa2", 128, "off", "bfloat16"), ("bf16", 64, "capped", "bfloat16"),
     ("bf16", 128, "qiu-b2", "bfloat16"), (Precision.named("bf16-fa2").replace(exp="mufu"), 64, "off", "bfloat16"),
@@ -139,7 +141,8 @@ def test_forward_compiles(precision, head_dim, fix, dtype, target):
     arch = kernels.newest_architecture() if target == "newest" else target
     capability = int(re.search(r"\d+", arch)[0])
     core = "ampere" if capability < 90 else "hopper"
-    _, defines, text = compile_arguments(p, as_fix(fix), head_dim, 0, 0, dtype, dtype, head_dim % 8 == 0, True, core, capability)
+    _, defines, text = compile_arguments(p, as_fix(fix), head_dim, 0, 0, dtype, dtype, head_dim % 8 == 0, True, core,
+                                         capability)
     used = kernels.resources("attention_forward", arch, defines, {"precision.cuh": text})["attention_forward"]
     if target == "sm_90a" and (precision, head_dim, fix, dtype) in FAST:
         assert used.spill_stores == used.spill_loads == 0
