@@ -9,6 +9,8 @@ from cuflash.testing import Case
 
 torch = pytest.importorskip("torch", reason="torch's flash backend is the witness")
 
+# (heads, T, head_dim, causal); the batch is such that torch does not split the keys over blocks (below about 0.8 · 2 blocks
+# an SM of 64 rows it does, and combines the parts in another order).
 SHAPES = [(4, 256, 64, True), (4, 256, 64, False), (2, 193, 64, True), (2, 1024, 64, True), (1, 4096, 64, True), (3, 128, 32, False),
           (4, 256, 128, True), (4, 100, 128, False), (2, 1024, 128, True), (2, 1024, 128, False), (2, 256, 96, True), (2, 300, 192, True),
           (2, 300, 256, True)]
@@ -30,7 +32,8 @@ def test_torch_gives_our_bits(name, dtype, heads, t, d, causal, distribution, se
         pytest.skip("values past fp16's largest: Inf and NaN on both sides")
     cupy = import_cupy()
     p = Precision.named(name).replace(accumulator="hopper", exp="mufu")
-    arrays = Case(heads, heads, t, t, d, causal, p, dtype=dtype, distribution=distribution, batch=2).inputs(np.random.default_rng(seed))
+    batch = -(-216 // (heads * -(-t // 64)))
+    arrays = Case(heads, heads, t, t, d, causal, p, dtype=dtype, distribution=distribution, batch=batch).inputs(np.random.default_rng(seed))
     q, k, v, do = (cupy.asarray(x) for x in arrays)
     tq, tk, tv, tdo = (torch.from_dlpack(x) for x in (q, k, v, do))
     to, tlse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(tq, tk, tv, 0.0, causal, False)
@@ -47,5 +50,6 @@ def test_torch_gives_our_bits(name, dtype, heads, t, d, causal, distribution, se
     print(f"seed {seed}:", ", ".join(f"{n} {s:.4%} (≤ {ulp} ulp)" for n, (s, ulp) in shares.items()), f"lse {lse:.4%}")
     assert shares["o"][0] >= LEAST and shares["o"][1] <= 2
     assert shares["dk"][0] >= LEAST and shares["dv"][0] >= LEAST
-    if -(-t // p.tiles(d).dq[1]) <= 2:  # beyond two key tiles torch adds dQ by atomics, in any order
-        assert shares["dq"][0] >= LEAST
+    if -(-t // p.tiles(d).dq[1]) <= 2:  # beyond two key tiles torch's atomics add dQ in any order
+        kept = np.abs(found["dq"].astype(np.float32)) >= 2.0**-126  # and they flush subnormals to zero
+        assert share(found["dq"][kept], theirs["dq"][kept])[0] >= LEAST
