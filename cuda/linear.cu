@@ -118,11 +118,15 @@ extern "C" __global__ void __launch_bounds__(128) linear(const A_T* a, const B_T
 }
 #endif
 
-// c = bias in every row, for cuBLAS to add to: its one rounding then comes after the bias.
-#ifdef SPREAD_BIAS
-extern "C" __global__ void spread_bias(const float* bias, C_T* c, long long rows, int columns, long long c_row) {
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x)
-        for (int col = 4 * threadIdx.x; col < columns; col += 4 * blockDim.x)
-            store4<WHOLE>(c + row * c_row, col, columns, load4<WHOLE>(bias, col, columns));
+// y = rnd(c + bias): what is left to do where cuBLAS gives fp32. bias: (columns), for BIAS. y may be c.
+#ifdef FINISH_KERNEL
+extern "C" __global__ void __launch_bounds__(256) linear_finish(const float* c, const float* bias, Y_T* y, int columns,
+                                                                long long c_row, long long y_row, const Place place) {
+    const long long row = blockIdx.x;
+    for (int col = 4 * threadIdx.x; col < columns; col += 4 * blockDim.x) {
+        float4 v = load4<WHOLE>(c + row * c_row, col, columns);
+        if (BIAS) v = v + load4<WHOLE>(bias, col, columns);
+        store4<WHOLE>(y + row * y_row, col, columns, rnd4<ROUNDED>(v, place.at(0, row, col)));
+    }
 }
 #endif

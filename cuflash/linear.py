@@ -88,8 +88,8 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-# `library` is cuBLAS: products of 16-bit operands are summed in fp32 and rounded once to a 16-bit result, after
-# the bias, which it adds as its start value. The bit-defined accumulators run cuda/linear.cu.
+# `library` is cuBLAS, which sums products of 16-bit operands in fp32 and rounds the sum once to a 16-bit result. The
+# bit-defined accumulators run cuda/linear.cu.
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t: a split of k is summed in fp32 too
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -156,29 +156,28 @@ def _library(a: Any, b: Any, common: Any, site: str, rounding: Rounding, place: 
     operand = launch.storage(common.name if common else "fp32")
     a, b = (launch.cast(x, operand) if x.dtype != operand else x for x in (a, b))
     (M, K), N = a.shape, b.shape[1]
-    directly = rounding.format == "fp32" or rounding.mode == "rne" and operand == launch.storage(rounding.format) != np.float32
+    # cuBLAS rounds its fp32 sum once; but where it also adds, it was seen to round before, so a bias is added here.
+    directly = bias is None and (rounding.format == "fp32" or rounding.mode == "rne" and operand.itemsize == 2
+                                 and operand == launch.storage(rounding.format))
     c = _padded(M, N, launch.storage(rounding.format) if directly else np.dtype(np.float32))
-    row = c.strides[0] // c.itemsize
-    if bias is not None:
-        bias = launch.cast(bias, np.dtype(np.float32))
-        launch.run("linear", "spread_bias", M, min(256, -(-N // 128) * 32), (bias, c, np.int64(M), np.int32(N), np.int64(row)),
-                   {"SPREAD_BIAS": True, "C_T": launch.c_type(c), "WHOLE": N % 4 == 0})
     compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if common and common.name == "tf32" else cublas.CUBLAS_COMPUTE_32F
     (b_op, ldb), (a_op, lda) = _order(b), _order(a)
-    start = _ZERO if bias is None else _ONE
-    # cuBLAS has columns first, so it is given Cᵀ = Bᵀ·Aᵀ.
+    # It has columns first, so it is given Cᵀ = Bᵀ·Aᵀ.
     cublas.gemmEx(_handle(runtime.getDevice()), b_op, a_op, N, M, K, _ONE.ctypes.data, b.data.ptr, types[b.dtype.name], ldb,
-                  a.data.ptr, types[a.dtype.name], lda, start.ctypes.data, c.data.ptr, types[c.dtype.name], row, compute,
-                  cublas.CUBLAS_GEMM_DEFAULT)
-    if directly:
-        return c
-    y = _padded(M, N, launch.storage(rounding.format))
-    c = launch.flat(c)
-    rounded = y if y.flags.c_contiguous else launch.empty((M, N), y.dtype)
-    launch.run("round", "round_site", launch.elementwise(c.size), 256, (c, rounded, np.int64(c.size), place),
-               {"ROUNDED": site.replace(".", "_"), "X_T": "float", "Y_T": launch.c_type(y)}, ((site, rounding),))
-    if rounded is not y:
-        y[...] = rounded
+                  a.data.ptr, types[a.dtype.name], lda, _ZERO.ctypes.data, c.data.ptr, types[c.dtype.name],
+                  c.strides[0] // c.itemsize, compute, cublas.CUBLAS_GEMM_DEFAULT)
+    return c if directly else _finished(c, bias, site, rounding, place)
+
+
+def _finished(c: Any, bias: Any, site: str, rounding: Rounding, place: np.ndarray) -> Any:
+    """c + bias at a site, of an fp32 matrix with contiguous rows; in place where the result is fp32."""
+    (rows, columns), dtype = c.shape, launch.storage(rounding.format)
+    y = c if dtype == c.dtype else _padded(rows, columns, dtype)
+    launch.run("linear", "linear_finish", rows, min(256, -(-columns // 128) * 32),
+               (c, c if bias is None else launch.cast(bias, np.dtype(np.float32)), y, np.int32(columns),
+                np.int64(c.strides[0] // c.itemsize), np.int64(y.strides[0] // y.itemsize), place),
+               {"FINISH_KERNEL": True, "BIAS": bias is not None, "Y_T": launch.c_type(y), "WHOLE": columns % 4 == 0,
+                "ROUNDED": site.replace(".", "_")}, ((site, rounding),))
     return y
 
 

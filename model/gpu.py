@@ -14,7 +14,6 @@ from cuflash.model.checkpoint import State
 from cuflash.model.config import TrainConfig
 from cuflash.model.gpt import GPT
 from cuflash.philox import Key
-from cuflash.precision import mode_named
 
 
 def refusal(config: TrainConfig) -> str | None:
@@ -59,10 +58,8 @@ def device_name() -> str:
 class OnGpu:
     """Weights, moments and gradients in one buffer each, and a step that nothing waits for.
 
-    Takes the arrays of `state` over: they become views of the buffers. The second step is recorded as a CUDA graph
-    and the later ones replay it, which spares the host its part (most of a small model's step). All that changes
-    from step to step is uploaded before: tokens, the optimizer's numbers, the step's own. Random words depend on
-    the step by more, so with stochastic rounding each step is launched anew.
+    Takes the arrays of `state` over: they become views of the buffers. All that changes from step to step is uploaded
+    before it: tokens, the optimizer's numbers, the step's own.
     """
 
     def __init__(self, config: TrainConfig, state: State) -> None:
@@ -73,7 +70,6 @@ class OnGpu:
         state.params, state.m, state.v = self.w.arrays, self.m.arrays, self.v.arrays
         self.losses, self._failed = cupy.zeros(config.grad_accum, np.float32), cupy.zeros(1, np.int32)
         self._optimizer: AdamWCuda | None = None
-        self._stream = cupy.cuda.Stream()  # a recorded one must not be the default stream
 
         tokens = (config.grad_accum, 2, config.batch_size, config.block_size)
         size = math.prod(tokens)
@@ -83,8 +79,6 @@ class OnGpu:
         # The host may be this many steps ahead.
         self._staging = [(_pinned(size + 8), cupy.cuda.Event(disable_timing=True)) for _ in range(3)]
         self._steps = 0
-        self._graph: Any = None
-        self._results: tuple[Any, ...] = ()
 
     def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int, lr: float) -> tuple[Any, ...]:
         """Queues a step: (losses of the micro-batches, norm, counters of each micro-batch's layers), on the GPU.
@@ -99,29 +93,11 @@ class OnGpu:
         staged[-8:-1].view(np.float32)[:] = AdamWCuda.scalars(step=step, lr=lr, beta1=c.beta1, beta2=c.beta2,
                                                               weight_decay=c.weight_decay)
         staged[-1] = step
-        with self._stream:
-            self._uploaded.set(staged, self._stream)
-            event.record(self._stream)
-            if self._graph is not None:
-                self._graph.launch(self._stream)
-            elif self._steps == 0 or not _recordable(model):
-                self._results = self._queue(model)
-            else:
-                self._record(model)
-                self._graph.launch(self._stream)
+        stream = self.cupy.cuda.get_current_stream()
+        self._uploaded.set(staged, stream)
+        event.record(stream)
         self._steps += 1
-        return self._results
-
-    def _record(self, model: GPT) -> None:
-        """Its arrays come from a pool of its own, kept as long as the graph, and so does what it leaves as results."""
-        self._stream.synchronize()
-        self._results = ()
-        self.cupy.get_default_memory_pool().free_all_blocks()  # of the first step, which the second would not share
-        self._pool = self.cupy.cuda.MemoryPool()
-        with self.cupy.cuda.using_allocator(self._pool.malloc):
-            self._stream.begin_capture()
-            self._results = self._queue(model)
-            self._graph = self._stream.end_capture()
+        return self._queue(model)
 
     def _queue(self, model: GPT) -> tuple[Any, ...]:
         c = self.config
@@ -156,10 +132,3 @@ def _pinned(size: int) -> np.ndarray:
     """int32 on the host, from where a copy to the GPU need not be waited for."""
     memory = kernels.import_cupy().cuda.alloc_pinned_memory(4 * size)
     return np.frombuffer(memory, np.int32, size)
-
-
-def _recordable(model: GPT) -> bool:
-    """Whether a step is the same launches each time: no words drawn, no lists of heads uploaded."""
-    precision = model.precision
-    roundings = (*precision.sites, *(o.rounding for o in precision.overrides))
-    return not (any(mode_named(r.mode).needs_key for r in roundings) or any(o.heads is not None for o in precision.overrides))

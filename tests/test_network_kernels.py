@@ -68,8 +68,8 @@ def launched(request, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda: 132)
     monkeypatch.setattr(cross_entropy, "_shared_limit", lambda: 227 << 10)
     monkeypatch.setattr(kernels, "capability", lambda device: 90)
-    monkeypatch.setattr(linear, "_library", lambda a, b, common, site, rounding, place, bias: empty(
-        (len(a), b.shape[1]), launch.storage(rounding.format)))
+    monkeypatch.setattr(linear, "_library", lambda a, b, common, site, rounding, place, bias: linear._finished(
+        empty((len(a), b.shape[1])), bias, site, rounding, place))
     yield seen
     assert not spilled
 
@@ -107,7 +107,7 @@ def test_operations(launched, precision, width):
         linear_backward(y, linear_saved, empty((64, width)), bwd2)
     expected = {"layernorm_forward", "layernorm_backward", "column_chunks", "column_join", "gelu_forward", "gelu_backward", "residual",
                 "embedding_forward", "embedding_links", "embedding_sums", "embedding_tokens", "embedding_positions",
-                "accumulate", "linear"}
+                "accumulate", "linear", "linear_finish"}
     assert expected <= {function for _, function in launched}
 
 
