@@ -40,7 +40,8 @@ inline void load_rows(unsigned to, const T* from, long long stride, int rows, in
             for (int i = threadIdx.x; i < Rows * chunks; i += Threads) {
                 const int row = i / chunks, chunk = i % chunks;
                 const bool valid = row < rows && chunk * elements < columns;
-                copy16_async(to + Shared::chunk(row, chunk), valid ? from + row * stride + chunk * elements : from, valid);
+                copy16_async(to + Shared::chunk(row, chunk),
+                             valid ? from + row * stride + chunk * elements : from, valid);
             }
         }
     } else {
@@ -51,7 +52,8 @@ inline void load_rows(unsigned to, const T* from, long long stride, int rows, in
 #pragma unroll
             for (int e = 0; e < 2; e++)
                 x[e] = row < rows && column + e < columns
-                           ? rnd<Site>(value(from[row * stride + column + e]), at(at.row + row, at.col + column + e)) : 0.f;
+                           ? rnd<Site>(value(from[row * stride + column + e]), at(at.row + row, at.col + column + e))
+                           : 0.f;
             const int byte = column * Shared::element;
             const unsigned address = to + Shared::chunk(row, byte / 16) + byte % 16;
             if constexpr (P::half)

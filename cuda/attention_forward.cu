@@ -8,9 +8,9 @@
 // KEYS, is the numeric tile where registers hold it; a longer tile is gone through twice (three times for
 // `plain`, and for fixes with a tolerance), first for its maximum.
 //
-// Macros: WARPGROUP, whether warpgroups multiply; HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (at least, of an SM);
-// SPLIT, the number of blocks that share the columns of O; IN, OUT, dtypes (float, bf16, fp16); DIRECT, whether
-// q, k, v are operands as they lie; COUNT, whether ties are counted.
+// Macros: HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (of an SM, at least);
+// WARPGROUP, whether warpgroups multiply; SPLIT, the number of blocks that share the columns of O; IN, OUT,
+// dtypes (float, bf16, fp16); DIRECT, whether q, k, v are operands as they lie; COUNT, whether ties are counted.
 #include "arrays.cuh"
 #include "functions.cuh"
 
@@ -171,9 +171,9 @@ struct Rows {
         return x;
     }
 
-    // A row's maximum in the tile. As integers, positive floats are in order, and negative ones in order of magnitude:
-    // three-way integer maxima give the largest, if it is positive, and the least, `low`, if it is negative, at half
-    // the cost of fmaxf. low is 0 if no entry is negative, -Inf or NaN if an entry is no finite number.
+    // A row's maximum in the tile. As integers, positive floats are in order, and negative ones in order of
+    // magnitude: three-way integer maxima give the largest, if it is positive, and the least, `low`, if it is
+    // negative, at half the cost of fmaxf. low is 0 if no entry is negative, -Inf or NaN if one is not finite.
     __forceinline__ float tile_maximum(const float (&s)[M][N][4], int r, float& low) const {
         int high = static_cast<int>(0x80000000);
         unsigned least = 0;
@@ -284,8 +284,8 @@ struct Rows {
     // P̄ of fragments j0 to j1 at its site; adds this thread's columns of each row to its sum in ascending order.
     // Under `fa2` the first of a tile scales the sum by alpha, in one rounding; 1 is no scaling.
     template <bool is_narrow>
-    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int k0, const float (&alpha)[R],
-                               float (&sum)[R], int j0 = 0, int j1 = N) const {
+    __forceinline__ void weigh(Weights<product_pv, M, N>& w, const float (&s)[M][N][4], int k0,
+                               const float (&alpha)[R], float (&sum)[R], int j0 = 0, int j1 = N) const {
 #pragma unroll
         for (int j = j0; j < j1; j++)
 #pragma unroll
@@ -334,7 +334,8 @@ struct Rows {
     }
 
     // Adds a tile's P̄V to O, a few columns at a time.
-    __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R], int first) {
+    __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R],
+                                    int first) {
         constexpr int B = WARPGROUP ? 8 : C % 4 == 0 ? 4 : 2;
 #pragma unroll
         for (int j0 = 0; j0 < C; j0 += B) {
@@ -353,7 +354,8 @@ struct Rows {
                 for (int j = 0; j < B; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        o[i][j0 + j][e] = joined(o[i][j0 + j][e], alpha[2 * i + e / 2], pv[i][j][e], place(i, j0 + j, e, first));
+                        o[i][j0 + j][e] = joined(o[i][j0 + j][e], alpha[2 * i + e / 2], pv[i][j][e],
+                                                 place(i, j0 + j, e, first));
         }
     }
 
@@ -371,12 +373,14 @@ struct Rows {
             const long long offset = (b * p.heads + head) * p.tq + q;
             if (first == 0 && threadIdx.x % 4 == 0) {
                 const float log_l = logarithm(l[r] == 0 ? __int_as_float(0x7FFFFFFF) : l[r]);
-                p.lse[offset] = rnd<attn_lse>(empty ? -INF : order_fa2 ? __fmaf_rn(m[r], p.scale, log_l) : m[r] + log_l, here);
+                p.lse[offset] = rnd<attn_lse>(
+                    empty ? -INF : order_fa2 ? __fmaf_rn(m[r], p.scale, log_l) : m[r] + log_l, here);
                 if (p.m) p.m[offset] = m[r];
                 if (p.l) p.l[offset] = l[r];
             }
             OUT* out = p.o.rows(b, head) + q * p.o.row;
-            float* unrounded = p.o_unrounded.data ? p.o_unrounded.rows(b, head) + q * p.o_unrounded.row : nullptr;
+            float* unrounded = p.o_unrounded.data ? p.o_unrounded.rows(b, head) + q * p.o_unrounded.row
+                                                  : nullptr;
 #pragma unroll
             for (int j = 0; j < C; j++) {
                 float x[2], y[2];
@@ -402,7 +406,8 @@ struct Rows {
             int n = 0;
 #pragma unroll
             for (int r = 0; r < R; r++)
-                n += __popc(__ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 0 && row(r) < shape.tq && (flags[i] >> r & 1)));
+                n += __popc(__ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 0 && row(r) < shape.tq &&
+                                                           (flags[i] >> r & 1)));
             if (n && threadIdx.x % 32 == 0) atomicAdd(p.stats + i, n);
         }
     }
@@ -416,13 +421,13 @@ struct Heads {
     int first;        // the first column of O
 
     __forceinline__ void load_keys(unsigned to, int k0, int k1) const {
-        load_rows<product_s, attn_k, KEYS, COLUMNS, THREADS, DIRECT>(to, k + k0 * k_array.row, k_array.row, k1 - k0,
-                                                                     HEAD_DIM, at(k0));
+        load_rows<product_s, attn_k, KEYS, COLUMNS, THREADS, DIRECT>(to, k + k0 * k_array.row, k_array.row,
+                                                                     k1 - k0, HEAD_DIM, at(k0));
     }
 
     __forceinline__ void load_values(unsigned to, int k0, int k1) const {
-        load_rows<product_pv, attn_v, KEYS, V_COLUMNS, THREADS, DIRECT>(to, v + k0 * v_array.row, v_array.row, k1 - k0,
-                                                                        HEAD_DIM - first, at(k0, first));
+        load_rows<product_pv, attn_v, KEYS, V_COLUMNS, THREADS, DIRECT>(to, v + k0 * v_array.row, v_array.row,
+                                                                        k1 - k0, HEAD_DIM - first, at(k0, first));
     }
 };
 
@@ -436,25 +441,29 @@ inline void publish() {
 
 #include "attention_forward_tiles.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_forward(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Shape shape{static_cast<int>(p.tq), static_cast<int>(p.tk), p.causal != 0};
 
     // Blocks of a head follow each other, the longest first: they share K and V in the L2 cache.
     const unsigned tiles = (shape.tq + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const int first = blockIdx.x % SPLIT * V_COLUMNS, q0 = (tiles - 1 - blockIdx.x / SPLIT % tiles) * BLOCK_ROWS;
+    const int first = blockIdx.x % SPLIT * V_COLUMNS;
+    const int q0 = (tiles - 1 - blockIdx.x / SPLIT % tiles) * BLOCK_ROWS;
     const unsigned slice = blockIdx.x / SPLIT / tiles, head_count = p.head_count;
-    const int b = slice / head_count, head = p.first_head + slice % head_count, kv_head = head / static_cast<int>(p.group);
+    const int b = slice / head_count, head = p.first_head + slice % head_count;
+    const int kv_head = head / static_cast<int>(p.group);
     const int q1 = min(q0 + BLOCK_ROWS, shape.tq), row0 = q0 + threadIdx.x / 32 * ROWS;
     const At at{make_uint2(p.seed, p.seed >> 32), static_cast<unsigned>(p.step), static_cast<unsigned>(p.layer),
                 static_cast<unsigned>(p.sample + b), static_cast<unsigned>(head), 0, 0, 0};
     auto key_end = [&](int row) { return shape.key_end(shape.query_tile_end(row, tile_forward_br), bc); };
 
     const unsigned q_shared = shared_address(shared);
-    load_rows<product_s, attn_q, BLOCK_ROWS, COLUMNS, THREADS, DIRECT>(q_shared, p.q.rows(b, head) + q0 * p.q.row, p.q.row,
-                                                                       q1 - q0, HEAD_DIM, at(q0));
+    load_rows<product_s, attn_q, BLOCK_ROWS, COLUMNS, THREADS, DIRECT>(
+        q_shared, p.q.rows(b, head) + q0 * p.q.row, p.q.row, q1 - q0, HEAD_DIM, at(q0));
     const Heads heads{p.k, p.v, p.k.rows(b, kv_head), p.v.rows(b, kv_head) + first, at, first};
-    const int leader = WARPGROUP ? row0 - threadIdx.x / 32 % 4 * ROWS : row0;  // first row of what multiplies together
+    // The first row of what multiplies together.
+    const int leader = WARPGROUP ? row0 - threadIdx.x / 32 % 4 * ROWS : row0;
     Rows rows{p, shape, at, row0, leader < shape.tq ? key_end(leader) : 0, q_shared + (leader - q0) * QTile::row};
     rows.clear();
     const unsigned tiles_shared = q_shared + QTile::bytes;

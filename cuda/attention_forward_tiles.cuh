@@ -104,7 +104,8 @@ void long_maximum(Rows& rows, const Heads& heads, unsigned shared, int k0, int k
 #pragma unroll
         for (int r = 0; r < R; r++) {
             const float x = rows.maximum(s, r, r_m[r]);
-            if constexpr (counts_ties && fix::epsilon == 0) n[r] = rows.count_ties(s, r, x) + (x == r_m[r] ? n[r] : 0);
+            if constexpr (counts_ties && fix::epsilon == 0)
+                n[r] = rows.count_ties(s, r, x) + (x == r_m[r] ? n[r] : 0);
             r_m[r] = x;
         }
     }
@@ -197,7 +198,9 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
 #pragma unroll
                     for (int e = 0; e < 4; e++) pv[i][c][e] = 0;
         } else if (!algorithm_plain && visits) {
-            rows.each_output(first, [&](float& o, int i, int c, int e, const At& here) { o = rows.start(o, alpha[2 * i + e / 2], here); });
+            rows.each_output(first, [&](float& o, int i, int c, int e, const At& here) {
+                o = rows.start(o, alpha[2 * i + e / 2], here);
+            });
         }
         for (int chunk = k0; chunk < k1; chunk += KEYS) {
             load_chunk<true>(rows, heads, shared, chunk, k1);
@@ -222,7 +225,8 @@ void long_tiles(Rows& rows, const Heads& heads, unsigned shared, int q1, int end
 #pragma unroll
         for (int r = 0; r < R; r++) rows.add_row_sum(r, sum[r]);
         rows.each_output(first, [&](float& o, int i, int c, int e, const At& here) {
-            o = rows.joined(o, alpha[2 * i + e / 2], in_place ? o : pv[in_place ? 0 : i][in_place ? 0 : c][e], here);
+            o = rows.joined(o, alpha[2 * i + e / 2], in_place ? o : pv[in_place ? 0 : i][in_place ? 0 : c][e],
+                            here);
         });
     }
 }

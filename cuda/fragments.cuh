@@ -17,7 +17,10 @@ struct SharedTile {
     static constexpr int panel = Rows * 128;
     static constexpr int bytes = WARPGROUP ? Columns * element / 128 * panel : Rows * row;
 
-    static constexpr int chunk(int r, int c) { return WARPGROUP ? c / 8 * panel + r * 128 + (c ^ r) % 8 * 16 : r * row + c * 16; }
+    // Where a chunk lies.
+    static constexpr int chunk(int r, int c) {
+        return WARPGROUP ? c / 8 * panel + r * 128 + (c ^ r) % 8 * 16 : r * row + c * 16;
+    }
 };
 
 inline float shared_float(unsigned address) {
@@ -203,7 +206,8 @@ inline void product_columns(float (&c)[M][C][4], const Weights<P, M, N>& w, unsi
                 load_matrices_transposed(y, b + k * 16 * stride + j * 16);
 #pragma unroll
                 for (int i = 0; i < M; i++) {
-                    const unsigned x[4] = {w.x[i][2 * k][0], w.x[i][2 * k][1], w.x[i][2 * k + 1][0], w.x[i][2 * k + 1][1]};
+                    const unsigned x[4] = {w.x[i][2 * k][0], w.x[i][2 * k][1], w.x[i][2 * k + 1][0],
+                                           w.x[i][2 * k + 1][1]};
                     mma<P::operand>(c[i][j], x, {y[0], y[1]});
                     mma<P::operand>(c[i][j + 1], x, {y[2], y[3]});
                 }
