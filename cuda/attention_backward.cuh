@@ -22,19 +22,19 @@ struct Args {
     Row* rows;                        // (batch · heads, padded_rows)
     float* inv_l;                     // likewise, 1/l; under p_bwd_from = m_l
     void *p, *ds;                     // scratch of `count` heads and rows row0 to row1
-    float *dk_head, *dv_head;         // (batch · heads, tk, d) fp32: running sums, then each query head's share
-    const int* heads;                 // the query heads of this launch; null: all of them
+    float *dk_head, *dv_head;  // (batch · heads, tk, d) fp32: running sums, then each query head's share
+    const int* heads;          // the query heads of this launch; null: all of them
     long long padded_rows;
-    int listed;                       // how many heads these are
-    int first, count;                 // (sample, head) pairs of this launch, sample · listed + i
-    int together;                     // pairs whose blocks run mixed
+    int listed;        // how many heads these are
+    int first, count;  // (sample, head) pairs of this launch, sample · listed + i
+    int together;      // pairs whose blocks run mixed
     int tq, tk, d, causal;
-    int row0, row1;                   // query rows of this launch
-    int begins, ends;                 // whether sums start here, whether they are complete after
-    int n_heads, group;               // query heads in all, and per key/value head
-    int pairs;                        // whether rows of all results start at even elements
-    int k_per_head, v_per_head;       // whether the operands k and v lie per query head
-    float scale, c;                   // α and fl(α·log₂e)
+    int row0, row1;              // query rows of this launch
+    int begins, ends;            // whether sums start here, whether they are complete after
+    int n_heads, group;          // query heads in all, and per key/value head
+    int pairs;                   // whether rows of all results start at even elements
+    int k_per_head, v_per_head;  // whether the operands k and v lie per query head
+    float scale, c;              // α and fl(α·log₂e)
     unsigned seed_low, seed_high, step, layer, sample;
 
     // Where a head's dk_head and dv_head begin.
@@ -44,13 +44,14 @@ struct Args {
 
 static_assert(sizeof(Args) == 384, "as _ARGS of cuflash/attention_backward.py packs it");
 
-// A block's pair and its tile of keys or rows. Blocks start in ascending order: pairs that run together by tile, so
-// that under a causal mask long ones start first, and not all pairs at once, so that what they read stays in L2.
+// A block's pair and its tile of keys or rows. Blocks start in ascending order: those of a few pairs by tile, so
+// that under a causal mask long ones start first; not of all pairs, so that what they read stays in L2.
 struct Turn {
     int slot, tile;
 
     Turn(const Args& args, int tiles) {
-        const int group = blockIdx.x / (args.together * tiles), within = blockIdx.x - group * args.together * tiles;
+        const int group = blockIdx.x / (args.together * tiles),
+                  within = blockIdx.x - group * args.together * tiles;
         const int pairs = min(args.together, args.count - group * args.together);
         tile = within / pairs;
         slot = group * args.together + within - tile * pairs;
@@ -94,8 +95,10 @@ inline float ex2_mufu(float x) {
 
 // e^x, or 2^x under `fa2`.
 inline float exponential(float x) {
-    if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
-    else return order_fa2 ? exp2_defined(x) : exp_defined(x);
+    if constexpr (exp_mufu)
+        return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
+    else
+        return order_fa2 ? exp2_defined(x) : exp_defined(x);
 }
 
 // The same where |x| <= narrow, which keeps the result from overflow and from subnormals.
@@ -132,8 +135,10 @@ inline float score_gradient(float p, float dp, float delta, const Args& args, co
 // Two values rounded at a site and packed as an operand: one instruction where the formats are the same.
 template <class S, Operand F>
 inline unsigned rnd_two(float x, float y, const At& at_x, const At& at_y) {
-    if constexpr ((F == Operand::bf16 && S::is_bf16_rne) || (F == Operand::fp16 && S::is_fp16_rne)) return pack<F>(x, y);
-    else return pack<F>(rnd<S>(x, at_x), rnd<S>(y, at_y));
+    if constexpr ((F == Operand::bf16 && S::is_bf16_rne) || (F == Operand::fp16 && S::is_fp16_rne))
+        return pack<F>(x, y);
+    else
+        return pack<F>(rnd<S>(x, at_x), rnd<S>(y, at_y));
 }
 
 // ---- a finished gradient

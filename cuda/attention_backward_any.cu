@@ -1,6 +1,6 @@
 // Backward of attention for operands of any format, each product by itself: tensor core of its own operand
-// type, or `sequential` on the CUDA cores. Clear rather than fast: P and dS of `count` heads and some rows lie
-// in memory as fp32.
+// type, or `sequential` on the CUDA cores. Clear rather than fast: P and dS of `count` heads and some rows
+// lie in memory as fp32.
 //
 //     scores   P, dS of every element          (attention_any_scores)
 //     dV += PᵀdO, dK += dSᵀQ                   (attention_any_dkdv)
@@ -41,7 +41,8 @@ inline void multiply(Fragments& c, const Staged& a, const Staged& b) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const float* x = &b[8 * j + g][k + 2 * t];
-                const unsigned fb[2] = {pack<Product::operand>(x[0], x[1]), pack<Product::operand>(x[8], x[9])};
+                const unsigned fb[2] = {pack<Product::operand>(x[0], x[1]),
+                                        pack<Product::operand>(x[8], x[9])};
                 mma<Product::operand>(c[j], fa, fb);
             }
         }
@@ -61,7 +62,7 @@ inline void multiply(Fragments& c, const Staged& a, const Staged& b) {
     }
 }
 
-// c += A · B over k in [0, depth), by all four warps; a(row, k) and b(column, k) give zero outside their matrix.
+// c += A · B over k in [0, depth), by all four warps; a(row, k), b(column, k) give zero outside their matrix.
 template <class Product, class A, class B>
 inline void product(Fragments& c, int depth, bool wanted, A a, B b) {
     __shared__ Staged sa, sb;
@@ -109,11 +110,15 @@ inline void dot_products(Fragments& s, Fragments& dp, const Args& args, const Pl
     const OPERAND* v = place.rows_of<OPERAND>(args.v, !args.v_per_head);
     const OPERAND* dout = place.rows_of<OPERAND>(args.dout, false);
     const auto rows_of = [&](const OPERAND* x, long long stride, int first, int end) {
-        return [=](int line, int col) { return first + line < end ? value(x[(first + line) * stride + col]) : 0.f; };
+        return [=](int line, int col) {
+            return first + line < end ? value(x[(first + line) * stride + col]) : 0.f;
+        };
     };
     clear(s), clear(dp);
-    product<product_s>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq), rows_of(k, args.k.row, k0, args.tk));
-    product<product_dp>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq), rows_of(v, args.v.row, k0, args.tk));
+    product<product_s>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq),
+                       rows_of(k, args.k.row, k0, args.tk));
+    product<product_dp>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq),
+                        rows_of(v, args.v.row, k0, args.tk));
 }
 
 // Where an element's row data lie, and whether it is neither masked nor in an empty row.
@@ -122,7 +127,8 @@ struct Element {
     float inv_l;
     bool shown;
 
-    Element(const Args& args, const Place& place, int q, int key) : row{}, inv_l(0), shown(q < args.tq && args.shape().visible(q, key)) {
+    Element(const Args& args, const Place& place, int q, int key)
+        : row{}, inv_l(0), shown(q < args.tq && args.shape().visible(q, key)) {
         if (!shown) return;
         const long long at = place.pair * args.padded_rows + q;
         row = args.rows[at];
@@ -156,7 +162,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_scores(const Arg
             const Element e(args, place, q, key);
             const long long to = (q - args.row0) * (long long)args.tk + key;
             p_out[to] = e.shown ? rnd<attn_p_bwd>(s[j][i], at(q, key)) : 0.f;
-            ds_out[to] = e.shown ? rnd<attn_ds>(score_gradient(s[j][i], dp[j][i], e.row.delta, args, at(q, key)), at(q, key)) : 0.f;
+            ds_out[to] = e.shown
+                             ? rnd<attn_ds>(score_gradient(s[j][i], dp[j][i], e.row.delta, args, at(q, key)),
+                                            at(q, key))
+                             : 0.f;
         }
 }
 
@@ -168,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
     const int warp_key = k0 + threadIdx.x / 32 * 16;
     const Shape shape = args.shape();
     const int br = tile_length(tile_dkdv_br, args.tq), bc = tile_length(tile_dkdv_bc, args.tk);
-    const int block_first = shape.first_row(k0 / bc * bc, br), warp_first = shape.first_row(warp_key / bc * bc, br);
+    const int block_first = shape.first_row(k0 / bc * bc, br),
+              warp_first = shape.first_row(warp_key / bc * bc, br);
     const long long rows = args.row1 - args.row0;
     const float* p = static_cast<const float*>(args.p) + place.slot * rows * args.tk;
     const float* ds = static_cast<const float*>(args.ds) + place.slot * rows * args.tk;
@@ -181,29 +191,37 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
     const auto inside = [&](int line, int col) { return k0 + line < args.tk && d0 + col < args.d; };
     const auto running = [&](float* from, Fragments& c) {
         each(c, [&](int line, int col, float& x) {
-            x = args.begins || !inside(line, col) ? 0.f : from[head + (k0 + line) * (long long)args.d + d0 + col];
+            x = args.begins || !inside(line, col) ? 0.f
+                                                  : from[head + (k0 + line) * (long long)args.d + d0 + col];
         });
     };
     running(args.dv_head, dv);
     running(args.dk_head, dk);
 
-    const int lowest = max(block_first, args.row0) / br * br, tiles = args.row1 > lowest ? (args.row1 - lowest + br - 1) / br : 0;
+    const int lowest = max(block_first, args.row0) / br * br,
+              tiles = args.row1 > lowest ? (args.row1 - lowest + br - 1) / br : 0;
     for (int i = 0; i < tiles; i++) {
         const int q0 = lowest + (order_fa2 ? tiles - 1 - i : i) * br, q1 = min(q0 + br, args.row1);
         const bool wanted = q0 >= warp_first;
         at.tile = q0 / br;
         const auto key_rows = [&](const float* x) {
-            return [=](int line, int row) { return k0 + line < args.tk ? x[(q0 - args.row0 + row) * (long long)args.tk + k0 + line] : 0.f; };
+            return [=](int line, int row) {
+                return k0 + line < args.tk ? x[(q0 - args.row0 + row) * (long long)args.tk + k0 + line] : 0.f;
+            };
         };
         const auto columns = [&](const OPERAND* x, long long stride) {
-            return [=](int col, int row) { return d0 + col < args.d ? value(x[(q0 + row) * stride + d0 + col]) : 0.f; };
+            return [=](int col, int row) {
+                return d0 + col < args.d ? value(x[(q0 + row) * stride + d0 + col]) : 0.f;
+            };
         };
         if constexpr (order_fa2) {
             product<product_dv>(dv, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
             product<product_dk>(dk, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
             if (wanted) {
-                each(dv, [&](int line, int col, float& x) { x = rnd<attn_dv_acc>(x, at(k0 + line, d0 + col)); });
-                each(dk, [&](int line, int col, float& x) { x = rnd<attn_dk_acc>(x, at(k0 + line, d0 + col)); });
+                each(dv,
+                     [&](int line, int col, float& x) { x = rnd<attn_dv_acc>(x, at(k0 + line, d0 + col)); });
+                each(dk,
+                     [&](int line, int col, float& x) { x = rnd<attn_dk_acc>(x, at(k0 + line, d0 + col)); });
             }
         } else {
             Fragments tile;
@@ -214,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
                 for (int j = 0; j < 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8, d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
+                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8,
+                                           d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
                         dv[j][e] = rnd<attn_dv_acc>(dv[j][e] + rnd<attn_dv_tile>(tile[j][e], here), here);
                     }
             clear(tile);
@@ -224,20 +243,23 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
                 for (int j = 0; j < 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8, d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
+                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8,
+                                           d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
                         dk[j][e] = rnd<attn_dk_acc>(dk[j][e] + rnd<attn_dk_tile>(tile[j][e], here), here);
                     }
         }
     }
 
     at.tile = 0;
-    const auto finish = [&](Fragments& c, float* to, auto result, auto head_site, auto site, const Array<void>& out, bool scaled) {
+    const auto finish = [&](Fragments& c, float* to, auto result, auto head_site, auto site,
+                            const Array<void>& out, bool scaled) {
         each(c, [&](int line, int col, float& x) {
             if (!inside(line, col)) return;
             const At here = at(k0 + line, d0 + col);
             if (args.ends) x = finished<decltype(head_site)>(x, scaled, args, here);
             if (args.ends && args.group == 1) {
-                auto* row = static_cast<decltype(result)*>(out.data) + place.sample * out.batch + place.head * out.head;
+                auto* row = static_cast<decltype(result)*>(out.data) + place.sample * out.batch +
+                            place.head * out.head;
                 store(row + (k0 + line) * out.row + d0 + col, rnd<decltype(site)>(x, here));
             } else {
                 to[head + (k0 + line) * (long long)args.d + d0 + col] = x;
@@ -255,8 +277,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dq(const Args ar
     const Shape shape = args.shape();
     const int bc = tile_length(tile_dq_bc, args.tk);
     // Rows of a warp lie in one query tile, those of the block maybe not.
-    const auto end_of = [&](int row) { return row < args.row1 ? shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc) : 0; };
-    const int warp_end = end_of(r0 + threadIdx.x / 32 * 16), end = max(end_of(r0), end_of(min(r0 + kSide, args.row1) - 1));
+    const auto end_of = [&](int row) {
+        return row < args.row1 ? shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc) : 0;
+    };
+    const int warp_end = end_of(r0 + threadIdx.x / 32 * 16),
+              end = max(end_of(r0), end_of(min(r0 + kSide, args.row1) - 1));
     const long long rows = args.row1 - args.row0;
     const float* ds = static_cast<const float*>(args.ds) + (place.slot * rows + r0 - args.row0) * args.tk;
     const OPERAND* k = place.rows_of<OPERAND>(args.k, !args.k_per_head);
@@ -271,15 +296,20 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dq(const Args ar
         clear(tile);
         product<product_dq>(
             tile, k1 - k0, wanted,
-            [&](int line, int key) { return r0 + line < args.row1 ? ds[line * (long long)args.tk + k0 + key] : 0.f; },
-            [&](int col, int key) { return d0 + col < args.d ? value(k[(k0 + key) * args.k.row + d0 + col]) : 0.f; });
+            [&](int line, int key) {
+                return r0 + line < args.row1 ? ds[line * (long long)args.tk + k0 + key] : 0.f;
+            },
+            [&](int col, int key) {
+                return d0 + col < args.d ? value(k[(k0 + key) * args.k.row + d0 + col]) : 0.f;
+            });
         at.tile = j;
         if (wanted)
 #pragma unroll
             for (int n = 0; n < 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const At here = at(r0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + e / 2 * 8, d0 + 8 * n + 2 * (threadIdx.x % 4) + e % 2);
+                    const At here = at(r0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + e / 2 * 8,
+                                       d0 + 8 * n + 2 * (threadIdx.x % 4) + e % 2);
                     dq[n][e] = rnd<attn_dq_acc>(dq[n][e] + rnd<attn_dq_tile>(tile[n][e], here), here);
                 }
     }
@@ -287,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dq(const Args ar
     DQ* out = static_cast<DQ*>(args.dq.data) + place.sample * args.dq.batch + place.head * args.dq.head;
     each(dq, [&](int line, int col, float& x) {
         if (r0 + line < args.row1 && d0 + col < args.d)
-            store(out + (r0 + line) * args.dq.row + d0 + col, finished<attn_dq>(x, true, args, at(r0 + line, d0 + col)));
+            store(out + (r0 + line) * args.dq.row + d0 + col,
+                  finished<attn_dq>(x, true, args, at(r0 + line, d0 + col)));
     });
 }
 
@@ -299,7 +330,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_delta(const Args
     const Shape shape = args.shape();
     const int bc = tile_length(tile_dq_bc, args.tk);
     const int first_row = q0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const auto end_of = [&](int row) { return shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc); };
+    const auto end_of = [&](int row) {
+        return shape.key_end(shape.query_tile_end(row, tile_dq_br), tile_dq_bc);
+    };
     const int end = max(end_of(q0), end_of(min(q0 + kSide, args.tq) - 1)), tiles = (end + bc - 1) / bc;
     const At at = place.at(args);
     float sums[2] = {0.f, 0.f};
@@ -314,9 +347,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_delta(const Args
                 for (int e = 0; e < 4; e++) {
                     const int q = first_row + e / 2 * 8, key = key0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2;
                     const Element element(args, place, q, key);
-                    if (!element.shown || key >= k1) continue;  // adding 0 would change nothing: the sums start from +0
+                    if (!element.shown || key >= k1)
+                        continue;  // adding 0 would change nothing: the sums start from +0
                     const At here = at(q, key);
-                    const float p = rnd<attn_p_ds>(probability(s[j][e], element.row.base, element.inv_l, args, here), here);
+                    const float p = rnd<attn_p_ds>(
+                        probability(s[j][e], element.row.base, element.inv_l, args, here), here);
                     sums[e / 2] += rnd<attn_delta_prod>(p * rnd<attn_dp>(dp[j][e], here), here);
                 }
         }
@@ -326,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_delta(const Args
         sums[i] += __shfl_xor_sync(~0u, sums[i], 2);
         sums[i] += __shfl_xor_sync(~0u, sums[i], 1);
         const int q = first_row + 8 * i;
-        if (q < args.tq && threadIdx.x % 4 == 0) args.rows[place.pair * args.padded_rows + q].delta = rnd<attn_delta>(sums[i], at(q));
+        if (q < args.tq && threadIdx.x % 4 == 0)
+            args.rows[place.pair * args.padded_rows + q].delta = rnd<attn_delta>(sums[i], at(q));
     }
 }

@@ -8,7 +8,9 @@
 template <class T>
 inline void load8(float (&x)[8], const T* from, int count, bool aligned) {
     if (aligned && count >= 8) {
-        struct alignas(16) Eight { T at[16 / sizeof(T)]; };
+        struct alignas(16) Eight {
+            T at[16 / sizeof(T)];
+        };
 #pragma unroll
         for (int i = 0; i < 8; i += 16 / sizeof(T)) {
             const Eight e = *reinterpret_cast<const Eight*>(from + i);
@@ -26,8 +28,9 @@ inline bool aligned16(const void* p, long long row_bytes) {
 }
 
 // lse, m, l: (batch · heads, tq) fp32. Rows past tq become empty ones.
-extern "C" __global__ void __launch_bounds__(256) attention_delta(
-    Array<const void> dout, Array<const void> o, const float* lse, const float* m, const float* l, const Args args) {
+extern "C" __global__ void __launch_bounds__(256) attention_delta(Array<const void> dout, Array<const void> o,
+                                                                  const float* lse, const float* m,
+                                                                  const float* l, const Args args) {
     const int blocks = int(args.padded_rows / 32), lane = threadIdx.x % 8;
     const Place place(args, blockIdx.x / blocks);
     const int row = blockIdx.x % blocks * 32 + threadIdx.x / 8;
@@ -37,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
         const At at = place.at(args);
         const DO* dout_row = place.rows_of<DO>(dout, false) + row * dout.row;
         const O* o_row = place.rows_of<O>(o, false) + row * o.row;
-        const bool dout_aligned = aligned16(dout_row, dout.row * sizeof(DO)), o_aligned = aligned16(o_row, o.row * sizeof(O));
+        const bool dout_aligned = aligned16(dout_row, dout.row * sizeof(DO)),
+                   o_aligned = aligned16(o_row, o.row * sizeof(O));
         for (int col = 8 * lane; col < args.d; col += 64) {
             float a[8], b[8];
             load8(a, dout_row + col, args.d - col, dout_aligned);
@@ -54,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     for (int distance = 4; distance; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (lane) return;
 
-    const long long padded = place.pair * args.padded_rows + row, at_row = (long long)place.pair * args.tq + row;
+    const long long padded = place.pair * args.padded_rows + row,
+                    at_row = (long long)place.pair * args.tq + row;
     if (row >= args.tq || lse[at_row] == -__int_as_float(0x7F800000)) {
         args.rows[padded] = {__uint_as_float(empty_base), 0.f};
         if (p_bwd_from_m_l) args.inv_l[padded] = 0.f;

@@ -4,22 +4,22 @@
 //
 // A block has 64 keys and goes through the query tiles that visit them, 64 rows at a time (FlashAttention-2's
 // algorithm 2, the loops exchanged). A warp has 16 keys. The products are transposed so that Pᵀ and dSᵀ are
-// operands as they lie in registers. dS goes to a scratch from which attention_dq.cu makes dQ: 16 × 16 blocks,
-// each the 32 lanes' fragments in a row, by (slot, key / 16, query / 16).
+// operands as they lie in registers. dS goes to a scratch from which attention_dq.cu makes dQ: 16 × 16
+// blocks, each the 32 lanes' fragments in a row, by (slot, key / 16, query / 16).
 //
-// Sums under `fa2` are made in registers. Under `eager` a tile's product is, and the sum of tiles lies in shared
-// memory. Sums that launches over other rows go on from pass through args.dk_head and dv_head.
+// Sums under `fa2` are made in registers. Under `eager` a tile's product is, and the sum of tiles lies in
+// shared memory. Sums that launches over other rows go on from pass through args.dk_head and dv_head.
 //
-// Macros: HEAD_DIM, a multiple of 16; STAGES, of Q and dO in shared memory; BLOCKS, at least, of an SM; DK and
-// DV, the types of the results.
+// Macros: HEAD_DIM, a multiple of 16; STAGES, of Q and dO in shared memory; BLOCKS, at least, of an SM;
+// DK and DV, the types of the results.
 
 #include "attention_backward.cuh"
 #include "attention_products.cuh"
 
 constexpr Operand F = product_s::operand;
 constexpr int kPanels = HEAD_DIM <= 64 ? 1 : HEAD_DIM <= 128 ? 2 : 4;
-constexpr int kShare = HEAD_DIM > 128 ? 2 : 1;  // warps that have the same keys, each with its part of dK and dV
-constexpr int kMine = kPanels / kShare;         // panels of dK and dV of a warp
+constexpr int kShare = HEAD_DIM > 128 ? 2 : 1;  // warps of the same keys, each with its part of dK and dV
+constexpr int kMine = kPanels / kShare;  // panels of dK and dV of a warp
 constexpr int kThreads = 128 * kShare, kKeys = 64, kRows = 64;
 // wgmma gives 64 keys at once, so these must lie in one numeric tile.
 constexpr bool wg = has_wgmma && tile_dkdv_bc % 64 == 0;
@@ -27,8 +27,8 @@ constexpr bool wg = has_wgmma && tile_dkdv_bc % 64 == 0;
 using Rows64 = Tile<64>;
 constexpr int kTileBytes = 64 * 128 * kPanels;
 
-// Where the block is in its rows, from `low` on: numeric tiles of query rows in the order of the sum, 64 rows at a
-// time.
+// Where the block is in its rows, from `low` on: numeric tiles of query rows in the order of the sum, 64 rows
+// at a time.
 struct Walk {
     int tile, row;  // first row of the tile and of the 64
 
@@ -37,8 +37,12 @@ struct Walk {
         tile = order_fa2 && args.row1 > low ? low + (args.row1 - low - 1) / length(args) * length(args) : low;
         row = tile;
     }
-    bool more(int low, const Args& args) const { return order_fa2 ? tile >= low && tile < args.row1 : tile < args.row1; }
-    int end(const Args& args) const { return args.row1 - tile < length(args) ? args.row1 : tile + length(args); }  // of the tile
+    bool more(int low, const Args& args) const {
+        return order_fa2 ? tile >= low && tile < args.row1 : tile < args.row1;
+    }
+    int end(const Args& args) const {
+        return args.row1 - tile < length(args) ? args.row1 : tile + length(args);
+    }  // of the tile
     bool last(const Args& args) const { return row + kRows >= end(args); }
     void next(const Args& args) {
         row += kRows;
@@ -61,7 +65,8 @@ struct Elements {
     Elements(const Args& args_, const At& at_, const Row* rows_, const float* inv_l_, int row0, int warp_key)
         : args(args_), at(at_) {
         const int t = threadIdx.x % 4;
-        rows = rows_ + 2 * t, inv_l = inv_l_ + 2 * t, query0 = row0 + 2 * t, key0 = warp_key + threadIdx.x % 32 / 4;
+        rows = rows_ + 2 * t, inv_l = inv_l_ + 2 * t, query0 = row0 + 2 * t,
+        key0 = warp_key + threadIdx.x % 32 / 4;
     }
     int key(int e) const { return key0 + e / 2 * 8; }
     int query(int j, int e) const { return query0 + 8 * j + e % 2; }
@@ -108,8 +113,10 @@ struct Elements {
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             // A branch for each, as few elements need more: together they would need more registers.
-            if (Narrow || fabsf(s[i]) <= narrow) s[i] = exponential_narrow(s[i]);
-            else s[i] = exponential(s[i]);
+            if (Narrow || fabsf(s[i]) <= narrow)
+                s[i] = exponential_narrow(s[i]);
+            else
+                s[i] = exponential(s[i]);
             if (p_bwd_from_m_l) s[i] *= inv_l[i / 4 * 8 + i % 2];
         }
     }
@@ -128,7 +135,8 @@ struct Elements {
                 for (int e = 0; e < 2; e++) {
                     const int i = 2 * h + e;
                     p_two[e] = p[4 * j + i];
-                    ds_two[e] = score_gradient(p_two[e], dp[4 * j + i], e ? two.w : two.y, args, at(query(j, e), key(i)));
+                    ds_two[e] = score_gradient(p_two[e], dp[4 * j + i], e ? two.w : two.y, args,
+                                               at(query(j, e), key(i)));
                     if (Masked && hidden >> (4 * j + i) & 1) p_two[e] = ds_two[e] = 0.f;
                 }
                 const At here = at(query(j, 0), key(2 * h)), next = at(query(j, 1), key(2 * h));
@@ -142,21 +150,30 @@ struct Elements {
 // A thread's sums of dK or dV in shared memory, in pairs: packed where the format of their site has 16 bits.
 template <class Site>
 struct SharedSums {
-    static constexpr bool bf16_pairs = Site::template same_format<8, 7, false>, fp16_pairs = Site::template same_format<5, 10, false>;
+    static constexpr bool bf16_pairs = Site::template same_format<8, 7, false>,
+                          fp16_pairs = Site::template same_format<5, 10, false>;
     static constexpr int bytes = order_fa2 ? 0 : kMine * 16 * kThreads * (bf16_pairs || fp16_pairs ? 4 : 8);
     unsigned char* data;
 
     float2 get(int pair) const {
-        if constexpr (bf16_pairs) return unpack<Operand::bf16>(word(pair));
-        else if constexpr (fp16_pairs) return unpack<Operand::fp16>(word(pair));
-        else return reinterpret_cast<const float2*>(data)[pair * kThreads + threadIdx.x];
+        if constexpr (bf16_pairs)
+            return unpack<Operand::bf16>(word(pair));
+        else if constexpr (fp16_pairs)
+            return unpack<Operand::fp16>(word(pair));
+        else
+            return reinterpret_cast<const float2*>(data)[pair * kThreads + threadIdx.x];
     }
     void set(int pair, float x, float y) const {
-        if constexpr (bf16_pairs) word(pair) = pack<Operand::bf16>(x, y);
-        else if constexpr (fp16_pairs) word(pair) = pack<Operand::fp16>(x, y);
-        else reinterpret_cast<float2*>(data)[pair * kThreads + threadIdx.x] = make_float2(x, y);
+        if constexpr (bf16_pairs)
+            word(pair) = pack<Operand::bf16>(x, y);
+        else if constexpr (fp16_pairs)
+            word(pair) = pack<Operand::fp16>(x, y);
+        else
+            reinterpret_cast<float2*>(data)[pair * kThreads + threadIdx.x] = make_float2(x, y);
     }
-    unsigned& word(int pair) const { return reinterpret_cast<unsigned*>(data)[pair * kThreads + threadIdx.x]; }
+    unsigned& word(int pair) const {
+        return reinterpret_cast<unsigned*>(data)[pair * kThreads + threadIdx.x];
+    }
 };
 
 // Where a thread's elements of dK and dV belong: x[panel][i].
@@ -178,7 +195,8 @@ struct Outputs {
                 for (int panel = 0; panel < kMine; panel++)
 #pragma unroll
                     for (int i = h; i < 32; i += 4)
-                        if (column(panel, i) < args.d) f(key(i), column(panel, i), x[panel][i], x[panel][i + 1]);
+                        if (column(panel, i) < args.d)
+                            f(key(i), column(panel, i), x[panel][i], x[panel][i + 1]);
     }
 
     // A numeric tile is done: x is its product under `eager`, the sum so far under `fa2`.
@@ -203,7 +221,8 @@ struct Outputs {
     }
 
     template <class Site>
-    void begin(float (&x)[kMine][32], const SharedSums<Site>& sums, const float* from, const Args& args) const {
+    void begin(float (&x)[kMine][32], const SharedSums<Site>& sums, const float* from,
+               const Args& args) const {
 #pragma unroll
         for (int panel = 0; panel < kMine; panel++) clear(x[panel]);
         if (!args.begins)
@@ -222,8 +241,8 @@ struct Outputs {
 
     // The gradient to memory, or, where launches or heads are missing, its sum or share.
     template <class HeadSite, class ResultSite, bool Scaled, class T, class Site>
-    void finish(float (&x)[kMine][32], const SharedSums<Site>& sums, float* share, T* result, long long stride,
-                const Args& args, const At& at) const {
+    void finish(float (&x)[kMine][32], const SharedSums<Site>& sums, float* share, T* result,
+                long long stride, const Args& args, const At& at) const {
         if constexpr (!order_fa2)
 #pragma unroll
             for (int panel = 0; panel < kMine; panel++)
@@ -234,9 +253,12 @@ struct Outputs {
                 }
         each(x, args, [&](int key, int col, float y, float z) {
             const At here[2] = {at(key, col), at(key, col + 1)};
-            if (args.ends) y = finished<HeadSite>(y, Scaled, args, here[0]), z = finished<HeadSite>(z, Scaled, args, here[1]);
+            if (args.ends)
+                y = finished<HeadSite>(y, Scaled, args, here[0]),
+                z = finished<HeadSite>(z, Scaled, args, here[1]);
             if (args.ends && args.group == 1)
-                store_pair(result + key * stride, col, rnd<ResultSite>(y, here[0]), rnd<ResultSite>(z, here[1]), args);
+                store_pair(result + key * stride, col, rnd<ResultSite>(y, here[0]),
+                           rnd<ResultSite>(z, here[1]), args);
             else
                 store_pair(share + key * (long long)args.d, col, y, z, args);
         });
@@ -273,11 +295,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
     const auto load = [&](int stage, const Walk& to) {
         if (to.more(low, args)) {
             const int end = to.end(args);
-            q_stage(stage).load<kPanels, kThreads>(place.rows_of<unsigned short>(args.q, false), args.q.row, to.row, end, args.d);
-            do_stage(stage).load<kPanels, kThreads>(place.rows_of<unsigned short>(args.dout, false), args.dout.row, to.row, end, args.d);
+            q_stage(stage).load<kPanels, kThreads>(place.rows_of<unsigned short>(args.q, false), args.q.row,
+                                                   to.row, end, args.d);
+            do_stage(stage).load<kPanels, kThreads>(place.rows_of<unsigned short>(args.dout, false),
+                                                    args.dout.row, to.row, end, args.d);
             const long long from = place.pair * args.padded_rows + to.row;
             if (threadIdx.x < kRows / 2) {
-                copy16_async(shared_address(rows + stage * kRows + 2 * threadIdx.x), args.rows + from + 2 * threadIdx.x);
+                copy16_async(shared_address(rows + stage * kRows + 2 * threadIdx.x),
+                             args.rows + from + 2 * threadIdx.x);
             } else if (p_bwd_from_m_l && threadIdx.x < kRows / 2 + kRows / 4) {
                 const int i = 4 * (threadIdx.x - kRows / 2);
                 copy16_async(shared_address(inv_l + stage * kRows + i), args.inv_l + from + i);
@@ -286,8 +311,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
         copy_commit();
     };
     Walk now(low, args);
-    k.load<kPanels, kThreads>(place.rows_of<unsigned short>(args.k, !args.k_per_head), args.k.row, block_key, args.tk, args.d);
-    v.load<kPanels, kThreads>(place.rows_of<unsigned short>(args.v, !args.v_per_head), args.v.row, block_key, args.tk, args.d);
+    k.load<kPanels, kThreads>(place.rows_of<unsigned short>(args.k, !args.k_per_head), args.k.row, block_key,
+                              args.tk, args.d);
+    v.load<kPanels, kThreads>(place.rows_of<unsigned short>(args.v, !args.v_per_head), args.v.row, block_key,
+                              args.tk, args.d);
     load(0, now);
 
     const Outputs outputs(key0, first_panel);
@@ -318,18 +345,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
 
             const Row* const now_rows = rows + stage * kRows;
             const Elements elements(args, at, now_rows, inv_l + stage * kRows, now.row, key0);
-            const bool empty = __any_sync(~0u, is_empty(now_rows[lane].base) || is_empty(now_rows[lane + 32].base));
-            const bool masked = empty || now.row + kRows > now.end(args) || !shape.all_visible(now.row, unit_end);
+            const bool empty =
+                __any_sync(~0u, is_empty(now_rows[lane].base) || is_empty(now_rows[lane + 32].base));
+            const bool masked =
+                empty || now.row + kRows > now.end(args) || !shape.all_visible(now.row, unit_end);
 
             const unsigned hidden = masked ? elements.hidden(now.end(args)) : 0;
             wait_products<wg, 1>(s);
             const float most = masked ? elements.exponents<true>(s, hidden) : elements.exponents<false>(s, 0);
-            if (__any_sync(~0u, !(most <= narrow))) elements.probabilities<false>(s);
-            else elements.probabilities<true>(s);
+            if (__any_sync(~0u, !(most <= narrow)))
+                elements.probabilities<false>(s);
+            else
+                elements.probabilities<true>(s);
             wait_products<wg, 0>(dp);
             unsigned p[4][4], ds[4][4];
-            if (masked) elements.gradients<true>(s, dp, hidden, p, ds);
-            else elements.gradients<false>(s, dp, 0, p, ds);
+            if (masked)
+                elements.gradients<true>(s, dp, hidden, p, ds);
+            else
+                elements.gradients<false>(s, dp, 0, p, ds);
 
             begin_products<wg>();
             multiply_columns<F, wg, kMine>(dv, p, do_tile, first_panel);
@@ -337,14 +370,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
             commit_products<wg>();
             if (first_panel == 0 && key0 < args.tk) {
                 const long long block = (long long)place.slot * key_blocks + key0 / 16;
-                uint4* const to = static_cast<uint4*>(args.ds) + (block * row_blocks + (now.row - args.row0) / 16) * 32 + lane;
+                uint4* const to = static_cast<uint4*>(args.ds) +
+                                  (block * row_blocks + (now.row - args.row0) / 16) * 32 + lane;
                 const int blocks = (now.end(args) - now.row + 15) / 16;
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     if (i < blocks) to[i * 32] = make_uint4(ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
             }
 #pragma unroll
-            for (int panel = 0; panel < kMine; panel++) wait_products<wg, 0>(dv[panel]), wait_products<wg, 0>(dk[panel]);
+            for (int panel = 0; panel < kMine; panel++)
+                wait_products<wg, 0>(dv[panel]), wait_products<wg, 0>(dk[panel]);
 
             if (now.last(args)) {
                 at.tile = now.tile / br;
@@ -361,10 +396,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
     copy_wait<0>();
 
     at.tile = 0;
-    DV* const dv_out = static_cast<DV*>(args.dv.data) + place.sample * args.dv.batch + place.head * args.dv.head;
-    DK* const dk_out = static_cast<DK*>(args.dk.data) + place.sample * args.dk.batch + place.head * args.dk.head;
-    outputs.finish<attn_dv_head, attn_dv, false>(dv, dv_sums, args.dv_head + head, dv_out,
-                                                args.dv.row, args, at);
-    outputs.finish<attn_dk_head, attn_dk, true>(dk, dk_sums, args.dk_head + head, dk_out,
-                                               args.dk.row, args, at);
+    DV* const dv_out =
+        static_cast<DV*>(args.dv.data) + place.sample * args.dv.batch + place.head * args.dv.head;
+    DK* const dk_out =
+        static_cast<DK*>(args.dk.data) + place.sample * args.dk.batch + place.head * args.dk.head;
+    outputs.finish<attn_dv_head, attn_dv, false>(dv, dv_sums, args.dv_head + head, dv_out, args.dv.row, args,
+                                                 at);
+    outputs.finish<attn_dk_head, attn_dk, true>(dk, dk_sums, args.dk_head + head, dk_out, args.dk.row, args,
+                                                at);
 }

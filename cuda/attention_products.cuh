@@ -1,5 +1,5 @@
-// Products of backward on 16-bit operands in shared memory: by wgmma where the numeric tiles allow it, else by
-// mma.sync. Both leave the same bits in the same registers: warp w has rows 16w to 16w + 15, and element
+// Products of backward on 16-bit operands in shared memory: by wgmma where the numeric tiles allow it, else
+// by mma.sync. Both leave the same bits in the same registers: warp w has rows 16w to 16w + 15, and element
 // x[4j + e] is mma.cuh's fragment C at columns 8j to 8j + 7.
 //
 // A tile lies as panels of 64 columns; a panel is its rows of 128 bytes, the 16-byte chunks of row r permuted
@@ -29,7 +29,7 @@ struct Tile {
         return address + column8 / 8 * panel_bytes + row * panel_row_bytes + ((column8 % 8 ^ row % 8) << 4);
     }
 
-    // Begins to copy rows first to first + Rows of an array (T, d); those from `end` on and columns from d on are 0.
+    // Begins to copy rows first to first + Rows of an array (T, d); those from `end` and columns from d on are 0.
     template <int Panels, int Threads>
     void load(const void* from, long long stride, int first, int end, int d) const {
         constexpr int across = Panels * 8, together = Threads / across;  // chunks of a row; rows at once
@@ -41,7 +41,8 @@ struct Tile {
         if (first + Rows <= end && Panels * 64 == d) {
             const unsigned short* source = x + (first + row) * stride + column8 * 8;
 #pragma unroll
-            for (int i = 0; i < Rows; i += together) copy16_async(to + i * panel_row_bytes, source + i * stride);
+            for (int i = 0; i < Rows; i += together)
+                copy16_async(to + i * panel_row_bytes, source + i * stride);
             return;
         }
         const unsigned short* source = x + (inside ? (first + row) * stride + column8 * 8 : 0);
@@ -58,7 +59,7 @@ inline void clear(float (&x)[32]) {
     for (int i = 0; i < 32; i++) x[i] = 0.f;
 }
 
-// x (16 × 64 a warp) = A · Bᵀ over `Depth` columns of both tiles: this warp's rows of A from a_row on, 64 rows of B.
+// x (16 × 64 a warp) = A · Bᵀ over `Depth` columns of both tiles: 16 rows of A from a_row on, 64 rows of B.
 template <Operand F, bool Wgmma, int Depth, int RowsA>
 inline void multiply_rows(float (&x)[32], Tile<RowsA> a, int a_row, Tile<64> b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -66,10 +67,14 @@ inline void multiply_rows(float (&x)[32], Tile<RowsA> a, int a_row, Tile<64> b) 
         const unsigned first = a.address + a_row / 64 * 64 * panel_row_bytes;  // of the warpgroup
 #pragma unroll
         for (int k = 0; k < Depth / 16; k++) {
-            const auto da = matrix_descriptor(first + k / 4 * a.panel_bytes + k % 4 * 32, 16, 1024, Swizzle::b128);
-            const auto db = matrix_descriptor(b.address + k / 4 * b.panel_bytes + k % 4 * 32, 16, 1024, Swizzle::b128);
-            if (k == 0) wgmma<F, false, true>(x, da, db);
-            else wgmma<F>(x, da, db);
+            const auto da =
+                matrix_descriptor(first + k / 4 * a.panel_bytes + k % 4 * 32, 16, 1024, Swizzle::b128);
+            const auto db =
+                matrix_descriptor(b.address + k / 4 * b.panel_bytes + k % 4 * 32, 16, 1024, Swizzle::b128);
+            if (k == 0)
+                wgmma<F, false, true>(x, da, db);
+            else
+                wgmma<F>(x, da, db);
         }
         return;
     }
@@ -84,13 +89,13 @@ inline void multiply_rows(float (&x)[32], Tile<RowsA> a, int a_row, Tile<64> b) 
         for (int j = 0; j < 4; j++) {
             unsigned fb[4];
             load_matrices(fb, b.chunk(16 * j + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-            mma<F>(reinterpret_cast<float(&)[4]>(x[8 * j]), fa, {fb[0], fb[1]});
-            mma<F>(reinterpret_cast<float(&)[4]>(x[8 * j + 4]), fa, {fb[2], fb[3]});
+            mma<F>(reinterpret_cast<float (&)[4]>(x[8 * j]), fa, {fb[0], fb[1]});
+            mma<F>(reinterpret_cast<float (&)[4]>(x[8 * j + 4]), fa, {fb[2], fb[3]});
         }
     }
 }
 
-// x (16 × 64 · Panels a warp) += A · B: A from registers (64 columns), B the tile's 64 rows, panels from first_panel.
+// x (16 × 64 · Panels a warp) += A · B: A (64 columns) from registers, B the tile, panels from first_panel.
 template <Operand F, bool Wgmma, int Panels>
 inline void multiply_columns(float (&x)[Panels][32], const unsigned (&a)[4][4], Tile<64> b, int first_panel) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -99,7 +104,8 @@ inline void multiply_columns(float (&x)[Panels][32], const unsigned (&a)[4][4], 
         for (int k = 0; k < 4; k++)
 #pragma unroll
             for (int panel = 0; panel < Panels; panel++) {
-                const unsigned from = b.address + (first_panel + panel) * b.panel_bytes + 16 * k * panel_row_bytes;
+                const unsigned from =
+                    b.address + (first_panel + panel) * b.panel_bytes + 16 * k * panel_row_bytes;
                 wgmma<F, true>(x[panel], a[k], matrix_descriptor(from, 1024, 1024, Swizzle::b128));
             }
         return;
@@ -113,9 +119,10 @@ inline void multiply_columns(float (&x)[Panels][32], const unsigned (&a)[4][4], 
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 unsigned fb[4];
-                load_matrices_transposed(fb, b.chunk(16 * k + lane % 16, 8 * (first_panel + panel) + 2 * j + lane / 16));
-                mma<F>(reinterpret_cast<float(&)[4]>(x[panel][8 * j]), a[k], {fb[0], fb[1]});
-                mma<F>(reinterpret_cast<float(&)[4]>(x[panel][8 * j + 4]), a[k], {fb[2], fb[3]});
+                load_matrices_transposed(
+                    fb, b.chunk(16 * k + lane % 16, 8 * (first_panel + panel) + 2 * j + lane / 16));
+                mma<F>(reinterpret_cast<float (&)[4]>(x[panel][8 * j]), a[k], {fb[0], fb[1]});
+                mma<F>(reinterpret_cast<float (&)[4]>(x[panel][8 * j + 4]), a[k], {fb[2], fb[3]});
             }
 }
 

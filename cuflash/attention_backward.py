@@ -19,7 +19,8 @@ from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, delta_sum, join_columns
 from cuflash.attention_forward import base2_scale, exponent, scores
 from cuflash.fixes import Fix
-from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header, product_operand
+from cuflash.kernel_header import (PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header,
+                                   product_operand)
 from cuflash.philox import Key
 from cuflash.precision import Precision, Rounding, mode_named
 from cuflash.sites import Rounder
@@ -164,21 +165,21 @@ _TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "fp16"}
 # struct Args of cuda/attention_backward.cuh
 _ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
 _POINTERS = ("rows", "inv_l", "p", "ds", "dk_head", "dv_head", "heads")
-_INTS = ("listed", "first", "count", "together", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends", "n_heads", "group", "pairs",
-         "k_per_head", "v_per_head")
+_INTS = ("listed", "first", "count", "together", "tq", "tk", "d", "causal", "row0", "row1", "begins", "ends",
+         "n_heads", "group", "pairs", "k_per_head", "v_per_head")
 _SCALARS = (*_INTS, "scale", "c", "seed_low", "seed_high", "step", "layer", "sample")
 _ARRAY = Struct("@Pqqq")
 _ARGS = Struct("@" + len(_ARRAYS) * "Pqqq" + len(_POINTERS) * "P" + "q" + len(_INTS) * "i" + "2f5I")
 
 
-def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
-                    precision: Precision, shape: Shape, scale: float, key: Key) -> None:
+def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any,
+                    dv: Any, precision: Precision, shape: Shape, scale: float, key: Key) -> None:
     """Queues the kernels on CuPy's current stream.
 
     Args:
-        do, q, o, dq: (batch, heads, Tq, D) CuPy arrays with a contiguous last axis; k, v, dk, dv: (batch, kv_heads, Tk, D).
-            Inputs are fp32, bf16 or fp16, and so are results, which hold the formats of attn.dq, attn.dk, attn.dv.
-            `o` is the O that `delta_from` asks for.
+        do, q, o, dq: (batch, heads, Tq, D) CuPy arrays with a contiguous last axis; k, v, dk, dv:
+            (batch, kv_heads, Tk, D). Inputs are fp32, bf16 or fp16, and so are results, which hold the
+            formats of attn.dq, attn.dk, attn.dv. `o` is the O that `delta_from` asks for.
         lse, m, l: (batch, heads, Tq) fp32, contiguous; m and l are used under p_bwd_from = m_l.
 
     Raises:
@@ -231,8 +232,9 @@ class Plan(NamedTuple):
         return self.found[key]
 
 
-def geometries(precision: Precision, head_dim: int, table: Mapping[str, Rounding], capability: int) -> tuple[Geometry, Geometry] | None:
-    """How attention_dkdv.cu and attention_dq.cu run on a device; None where its shared memory does not suffice."""
+def geometries(precision: Precision, head_dim: int, table: Mapping[str, Rounding],
+               capability: int) -> tuple[Geometry, Geometry] | None:
+    """How attention_dkdv.cu and attention_dq.cu run on a device; None where shared memory is too small."""
     panels = 1 if head_dim <= 64 else 2 if head_dim <= 128 else 4
     threads, tile = 256 if panels == 4 else 128, 64 * 128 * panels
     limit = SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
@@ -249,7 +251,8 @@ def geometries(precision: Precision, head_dim: int, table: Mapping[str, Rounding
     dq = [Geometry(stages, blocks, threads, stages * (tile + threads * 64))
           for blocks in range({1: 3, 2: 2, 4: 1}[panels], 0, -1) for stages in (4, 3, 2)]
     # An SM has 1 KB more than a block may take, and takes 1 KB for each block.
-    fit = [next((g for g in some if g.blocks * (g.shared + 1024) <= limit + 1024), None) for some in (dkdv, dq)]
+    fit = [next((g for g in some if g.blocks * (g.shared + 1024) <= limit + 1024), None)
+           for some in (dkdv, dq)]
     return None if None in fit else tuple(fit)
 
 
@@ -270,8 +273,8 @@ def plan(precision: Precision, head_dim: int, layer: int, head: int, capability:
 class _Launch:
     """One backward on the GPU: its arrays and the arguments that all kernels share."""
 
-    def __init__(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any, dv: Any,
-                 precision: Precision, shape: Shape, scale: float, key: Key) -> None:
+    def __init__(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any,
+                 dv: Any, precision: Precision, shape: Shape, scale: float, key: Key) -> None:
         self.cupy = kernels.import_cupy()
         self.capability = kernels.capability(q.device.id)
         self.inputs = {"attn.q": q, "attn.k": k, "attn.v": v, "attn.do": do}
@@ -286,18 +289,21 @@ class _Launch:
         self.inv_l = self.cupy.empty((pairs, self.padded_rows), np.float32) if m_l else None
         self.sums: tuple[Any, Any] | None = None
         scale = float(np.float32(scale))
-        # Arrays and pointers are set below where they exist.
-        self.arrays = {name: (0, 0, 0, 0) for name in _ARRAYS} | {name: _place(x) for name, x in self.results.items()}
-        self.pointers = dict.fromkeys(_POINTERS, 0) | {"rows": self.rows.data.ptr, "inv_l": self.inv_l.data.ptr if m_l else 0}
+        in_pairs = self.d % 2 == 0 and all(_multiples(x, 2 * x.itemsize) for x in self.results.values())
+        # Further arrays and pointers are set where they come to exist.
+        self.arrays = {name: (0, 0, 0, 0) for name in _ARRAYS}
+        self.arrays |= {name: _place(x) for name, x in self.results.items()}
+        self.pointers = dict.fromkeys(_POINTERS, 0)
+        self.pointers |= {"rows": self.rows.data.ptr, "inv_l": self.inv_l.data.ptr if m_l else 0}
         self.scalars = dict.fromkeys(_SCALARS, 0) | {
-            "tq": tq, "tk": shape.tk, "d": self.d, "causal": shape.causal, "n_heads": self.heads, "group": self.group,
-            "pairs": self.d % 2 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % (2 * x.itemsize) == 0
-                                             for x in self.results.values()),
-            "scale": scale, "c": float(np.float32(scale * LOG2E)), "seed_low": key.seed & 0xFFFFFFFF, "seed_high": key.seed >> 32,
+            "tq": tq, "tk": shape.tk, "d": self.d, "causal": shape.causal, "n_heads": self.heads,
+            "group": self.group, "pairs": in_pairs, "scale": scale, "c": float(np.float32(scale * LOG2E)),
+            "seed_low": key.seed & 0xFFFFFFFF, "seed_high": key.seed >> 32,
             "step": key.step, "layer": key.layer, "sample": key.sample}
 
     def args(self) -> np.ndarray:
-        packed = _ARGS.pack(*itertools.chain(*self.arrays.values()), *self.pointers.values(), self.padded_rows, *self.scalars.values())
+        arrays = itertools.chain(*self.arrays.values())
+        packed = _ARGS.pack(*arrays, *self.pointers.values(), self.padded_rows, *self.scalars.values())
         return np.frombuffer(packed, f"V{len(packed)}")
 
     def gradients(self, heads: tuple[int, ...]) -> None:
@@ -312,10 +318,14 @@ class _Launch:
         count, steps = self._steps(how, pairs)
         size = count * max(r1 - r0 + (-r1 % 16) for r0, r1 in steps)
         tk, tk16 = self.shape.tk, -(-self.shape.tk // 16) * 16
-        scratch = [self.cupy.empty(size * tk16, np.uint16)] if how.geometries else [self.cupy.empty(size * tk, np.float32) for _ in range(2)]
+        if how.geometries:
+            scratch = [self.cupy.empty(size * tk16, np.uint16)]
+        else:
+            scratch = [self.cupy.empty(size * tk, np.float32) for _ in range(2)]
         self.pointers |= dict(zip(("ds", "p"), (x.data.ptr for x in scratch)))
         if self.sums is None and (self.group > 1 or len(steps) > 1):
-            self.sums = tuple(self.cupy.empty((self.batch * self.heads, tk, self.d), np.float32) for _ in range(2))
+            shape = (self.batch * self.heads, tk, self.d)
+            self.sums = tuple(self.cupy.empty(shape, np.float32) for _ in range(2))
             self.pointers |= dict(zip(("dk_head", "dv_head"), (x.data.ptr for x in self.sums)))
 
         run = self._fast if how.geometries else self._any
@@ -334,7 +344,8 @@ class _Launch:
         count, args = self.batch * len(heads) * self.shape.tk * self.d, self.args()
         for name, shares in zip(("dk", "dv"), self.sums):
             how.kernel("attention_heads", "attention_heads", OUT=self._type(name), ROUNDED=f"attn_{name}")(
-                (min(-(-count // 256), 1 << 16),), (256,), (shares, _array(self.results[name]), np.int64(count), args))
+                (min(-(-count // 256), 1 << 16),), (256,),
+                (shares, _array(self.results[name]), np.int64(count), args))
         del listed
 
     def _list(self, heads: tuple[int, ...], all_heads: int) -> Any:
@@ -347,12 +358,12 @@ class _Launch:
         return _TYPES[self.results[result].dtype.name]
 
     def _operand(self, site: str, how: Plan) -> Any:
-        """Sets an operand: the input as it lies where that serves, else rounded into an array, which is returned."""
+        """Sets an operand: the input as it lies where that serves, else a rounded array, which is returned."""
         x, rounding = self.inputs[site], how.rounding[site]
         name, kv = {"attn.do": "dout"}.get(site, site[-1]), site in ("attn.k", "attn.v")
         format = "fp32" if how.operand == "float" else how.operand
         as_it_lies = (_TYPES[x.dtype.name] == how.operand and rounding.format == format
-                      and (not how.geometries or _aligned(x)))
+                      and (not how.geometries or self.d % 8 == 0 and _multiples(x, 16)))
         # Random words belong to a query head.
         per_head = not as_it_lies and kv and self.group > 1 and mode_named(rounding.mode).needs_key
         if kv:
@@ -362,11 +373,14 @@ class _Launch:
             return None
         width = -(-self.d // 8) * 8 if how.geometries else self.d
         heads = self.heads if per_head else x.shape[1]
-        y = self.cupy.empty((self.batch, heads, x.shape[2], width), np.uint16 if how.geometries else np.float32)
+        dtype = np.uint16 if how.geometries else np.float32
+        y = self.cupy.empty((self.batch, heads, x.shape[2], width), dtype)
         self.arrays[name] = _place(y)
-        how.kernel("attention_operand", "attention_operand", IN=_TYPES[x.dtype.name], OUT=how.operand, ROUNDED=cuda_name(site))(
-            (min(-(-y.size // 256), 1 << 16),), (256,),
-            (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head), np.int64(y.size), self.args()))
+        kernel = how.kernel("attention_operand", "attention_operand", IN=_TYPES[x.dtype.name],
+                            OUT=how.operand, ROUNDED=cuda_name(site))
+        kernel((min(-(-y.size // 256), 1 << 16),), (256,),
+               (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head),
+                np.int64(y.size), self.args()))
         return y
 
     def _deltas(self, how: Plan, pairs: int) -> None:
@@ -397,11 +411,12 @@ class _Launch:
         depth, tiles = -(-self.d // 16) * 16, -(-self.shape.tk // 64)
         self.scalars["together"] = -(-_MIXED * g.blocks // tiles)
         args = self.args()
-        how.kernel("attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages, BLOCKS=g.blocks,
-                   DK=self._type("dk"), DV=self._type("dv"))(
-            (count * tiles,), (g.threads,), (args,), shared_mem=g.shared)
-        how.kernel("attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages, BLOCKS=h.blocks, DQ=self._type("dq"))(
-            (count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
+        dkdv = how.kernel("attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages,
+                          BLOCKS=g.blocks, DK=self._type("dk"), DV=self._type("dv"))
+        dkdv((count * tiles,), (g.threads,), (args,), shared_mem=g.shared)
+        dq = how.kernel("attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages,
+                        BLOCKS=h.blocks, DQ=self._type("dq"))
+        dq((count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
 
     def _any(self, how: Plan, count: int, rows: int) -> None:
         down, across, panels = (-(-n // 64) for n in (rows, self.shape.tk, self.d))
@@ -410,8 +425,8 @@ class _Launch:
             self._any_kernel(name, how)((count * blocks,), (128,), (args,))
 
     def _any_kernel(self, name: str, how: Plan) -> Any:
-        return how.kernel("attention_backward_any", f"attention_any_{name}", OPERAND=how.operand, DQ=self._type("dq"),
-                          DK=self._type("dk"), DV=self._type("dv"))
+        return how.kernel("attention_backward_any", f"attention_any_{name}", OPERAND=how.operand,
+                          DQ=self._type("dq"), DK=self._type("dk"), DV=self._type("dv"))
 
 
 def _place(x: Any) -> tuple[int, int, int, int]:
@@ -424,6 +439,6 @@ def _array(x: Any) -> np.ndarray:
     return np.frombuffer(_ARRAY.pack(*_place(x)), "V32")
 
 
-def _aligned(x: Any) -> bool:
-    """Whether rows can be copied 16 bytes at a time."""
-    return x.shape[-1] % 8 == 0 and (x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0
+def _multiples(x: Any, size: int) -> bool:
+    """Whether all rows start at multiples of so many bytes."""
+    return (x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % size == 0

@@ -11,6 +11,7 @@ from cuflash import attention_backward, kernels
 from cuflash.attention import Saved, flash_attention_backward, flash_attention_forward
 from cuflash.precision import Precision, as_precision
 from cuflash.testing import DTYPES, KEY, Case
+from cuflash.tiles import Shape
 
 # batch, heads, kv_heads, Tq, Tk, D, causal
 SHAPES = {
@@ -19,12 +20,14 @@ SHAPES = {
     "one": (1, 1, 1, 1, 1, 64, True), "d128": (1, 1, 1, 256, 256, 128, True),
     "d128 group": (1, 2, 1, 150, 140, 128, False), "d40": (1, 4, 2, 67, 300, 40, False),
     "d80": (1, 1, 1, 100, 200, 80, True), "d256": (1, 1, 1, 70, 90, 256, True),
-    "d192": (1, 1, 1, 130, 66, 192, False), "d1": (1, 1, 1, 33, 17, 1, False), "d63": (1, 3, 1, 5, 2, 63, True),
+    "d192": (1, 1, 1, 130, 66, 192, False), "d1": (1, 1, 1, 33, 17, 1, False),
+    "d63": (1, 3, 1, 5, 2, 63, True),
     "d33": (1, 1, 1, 300, 260, 33, True), "d16": (1, 1, 1, 520, 520, 16, True),
     "long": (1, 1, 1, 900, 1000, 64, True), "long d128": (1, 1, 1, 600, 450, 128, True),
     "no keys": (1, 2, 1, 3, 0, 64, True), "no rows": (1, 2, 1, 0, 5, 64, False),
 }
-DISTRIBUTIONS = ("normal", "heavy", "ties", "one_sign", "huge", "tiny", "flat", "infinite", "nan", "empty rows")
+DISTRIBUTIONS = ("normal", "heavy", "ties", "one_sign", "huge", "tiny", "flat", "infinite", "nan",
+                 "empty rows")
 
 
 def _precision(name: str, *rounds: str, **switches: Any) -> Precision:
@@ -33,29 +36,45 @@ def _precision(name: str, *rounds: str, **switches: Any) -> Precision:
 
 
 MAIN = ("bf16-fa2", "bf16", "fp16-fa2")
-PRECISIONS = {name: _precision(name) for name in (*MAIN, "fp32")} | {
-    "fa2 mufu": _precision("bf16-fa2", exp="mufu"), "bf16 mufu": _precision("bf16", exp="mufu"),
-    "fp32 fa2": _precision("fp32", order="fa2"), "fa2 sequential": _precision("bf16-fa2", accumulator="sequential"),
-    "fa2 m_l": _precision("bf16-fa2", p_bwd_from="m_l"), "bf16 m_l": _precision("bf16", p_bwd_from="m_l"),
+PRECISIONS = {name: as_precision(name) for name in (*MAIN, "fp32")} | {
+    "fa2 mufu": _precision("bf16-fa2", exp="mufu"),
+    "bf16 mufu": _precision("bf16", exp="mufu"),
+    "fp32 fa2": _precision("fp32", order="fa2"),
+    "fa2 sequential": _precision("bf16-fa2", accumulator="sequential"),
+    "fa2 m_l": _precision("bf16-fa2", p_bwd_from="m_l"),
+    "bf16 m_l": _precision("bf16", p_bwd_from="m_l"),
     "fa2 o_unrounded": _precision("bf16-fa2", delta_from="o_unrounded"),
-    "fa2 o_fp32": _precision("bf16-fa2", delta_from="o_fp32"), "bf16 o_fp32": _precision("bf16", delta_from="o_fp32"),
-    "fa2 p_dp": _precision("bf16-fa2", delta_from="p_dp"), "bf16 p_dp": _precision("bf16", delta_from="p_dp"),
+    "fa2 o_fp32": _precision("bf16-fa2", delta_from="o_fp32"),
+    "bf16 o_fp32": _precision("bf16", delta_from="o_fp32"),
+    "fa2 p_dp": _precision("bf16-fa2", delta_from="p_dp"),
+    "bf16 p_dp": _precision("bf16", delta_from="p_dp"),
     "fp32 p_dp": _precision("fp32", delta_from="p_dp"),
-    "fa2 plain": _precision("bf16-fa2", algorithm="plain"), "bf16 plain": _precision("bf16", algorithm="plain"),
-    "fa2 tile 16": _precision("bf16-fa2", tile=(16, 16)), "bf16 tile 16": _precision("bf16", tile=(16, 16)),
-    "fa2 tile 48,32": _precision("bf16-fa2", tile=(48, 32)), "bf16 tile 32,48": _precision("bf16", tile=(32, 48)),
+    "fa2 plain": _precision("bf16-fa2", algorithm="plain"),
+    "bf16 plain": _precision("bf16", algorithm="plain"),
+    "fa2 tile 16": _precision("bf16-fa2", tile=(16, 16)),
+    "bf16 tile 16": _precision("bf16", tile=(16, 16)),
+    "fa2 tile 48,32": _precision("bf16-fa2", tile=(48, 32)),
+    "bf16 tile 32,48": _precision("bf16", tile=(32, 48)),
     "fa2 three tiles": _precision("bf16-fa2", tile=((128, 128), (192, 64), (64, 192))),
     "bf16 three tiles": _precision("bf16", tile=((128, 128), (64, 256), (128, 16))),
-    "fa2 no tiles": _precision("bf16-fa2", tile=(None, None)), "bf16 no tiles": _precision("bf16", tile=(None, None)),
-    "bf16 tile 512": _precision("bf16", tile=(512, 512)), "fa2 tile 256,none": _precision("bf16-fa2", tile=(256, None)),
-    "fa2 narrow sums": _precision("bf16-fa2", "attn.dv_acc=bf16", "attn.dk_acc=e5m6", "attn.dq_acc=bf16", "attn.dq_tile=bf16"),
+    "fa2 no tiles": _precision("bf16-fa2", tile=(None, None)),
+    "bf16 no tiles": _precision("bf16", tile=(None, None)),
+    "bf16 tile 512": _precision("bf16", tile=(512, 512)),
+    "fa2 tile 256,none": _precision("bf16-fa2", tile=(256, None)),
+    "fa2 narrow sums": _precision("bf16-fa2", "attn.dv_acc=bf16", "attn.dk_acc=e5m6", "attn.dq_acc=bf16",
+                                  "attn.dq_tile=bf16"),
     "bf16 wide sums": _precision("bf16", "attn.dv_acc=fp32", "attn.dk_acc=fp16"),
     "fa2 e4m3": _precision("bf16-fa2", "attn.ds=e4m3", "attn.p_bwd=e5m2", "attn.dv_acc=e4m3"),
-    "bf16 fp8": _precision("bf16", "attn.q=fp8_e4m3", "attn.s=fp8_e5m2", "attn.ds=fp8_e4m3", "attn.dq_acc=e5m3:ru", "attn.dk_tile=e4m9:rd"),
-    "all bf16 rz": as_precision("all-bf16:rz"), "all tf32": as_precision("all-tf32"),
-    "fa2 sr": _precision("bf16-fa2", "attn.ds=bf16:sr", "attn.p_bwd=bf16:sr", "attn.k=bf16:sr", "attn.dk=bf16:sr", "attn.dq_tile=bf16:sr"),
-    "bf16 sr": _precision("bf16", "attn.s=bf16:sr", "attn.dp=bf16:sr", "attn.do=bf16:sr", "attn.delta_prod=bf16:sr", "attn.dv_acc=bf16:sr"),
-    "fa2 mixed": _precision("bf16-fa2", "attn.ds=fp16", "attn.v=fp16"), "bf16 p fp32": _precision("bf16", "attn.p_bwd=fp32"),
+    "bf16 fp8": _precision("bf16", "attn.q=fp8_e4m3", "attn.s=fp8_e5m2", "attn.ds=fp8_e4m3",
+                           "attn.dq_acc=e5m3:ru", "attn.dk_tile=e4m9:rd"),
+    "all bf16 rz": as_precision("all-bf16:rz"),
+    "all tf32": as_precision("all-tf32"),
+    "fa2 sr": _precision("bf16-fa2", "attn.ds=bf16:sr", "attn.p_bwd=bf16:sr", "attn.k=bf16:sr",
+                         "attn.dk=bf16:sr", "attn.dq_tile=bf16:sr"),
+    "bf16 sr": _precision("bf16", "attn.s=bf16:sr", "attn.dp=bf16:sr", "attn.do=bf16:sr",
+                          "attn.delta_prod=bf16:sr", "attn.dv_acc=bf16:sr"),
+    "fa2 mixed": _precision("bf16-fa2", "attn.ds=fp16", "attn.v=fp16"),
+    "bf16 p fp32": _precision("bf16", "attn.p_bwd=fp32"),
     "bf16 q fp32": _precision("bf16", "attn.q=fp32"),
     "fa2 scoped": _precision("bf16-fa2", "H0/attn.p_bwd=e8m4", "H1/attn.dk=e8m3", "bwd/attn.s=bf16"),
 }
@@ -69,7 +88,8 @@ class BackwardCase(NamedTuple):
     strided: bool  # rows that no 16-byte copy can read, NaN around them
 
     def __str__(self) -> str:
-        return "-".join((self.precision, self.shape, self.distribution, self.dtype, *(["strided"] * self.strided)))
+        words = (self.precision, self.shape, self.distribution, self.dtype, *["strided"] * self.strided)
+        return "-".join(words)
 
     def saved(self, rng: np.random.Generator, accumulator: str) -> tuple[np.ndarray, Saved]:
         """dO, and what a forward on the CPU leaves: backward is tested by itself."""
@@ -79,17 +99,17 @@ class BackwardCase(NamedTuple):
         case = Case(heads, kv_heads, tq, tk, d, causal, p, dtype=self.dtype, distribution=kind, batch=batch)
         q, k, v, do = case.inputs(rng) if min(tq, tk) else self._draw(rng)
         accumulator = "sequential" if p.accumulator == "sequential" else accumulator
-        forward = p.replace(accumulator="library", exp="defined")  # which of them made O and L is all the same
+        forward = p.replace(accumulator="library", exp="defined")  # whatever made O and L
         saved = flash_attention_forward(q, k, v, causal=causal, precision=forward, key=KEY)[1]
         lse = saved.lse.copy()
         if self.distribution == "empty rows":  # others than those that a mask makes
             lse[..., ::7] = -np.inf
-        return do, Saved(q, k, v, saved.o, lse, m=saved.m, l=saved.l, o_unrounded=saved.o_unrounded, causal=causal,
-                         precision=p.replace(accumulator=accumulator), key=KEY)
+        return do, Saved(q, k, v, saved.o, lse, m=saved.m, l=saved.l, o_unrounded=saved.o_unrounded,
+                         causal=causal, precision=p.replace(accumulator=accumulator), key=KEY)
 
     def _draw(self, rng: np.random.Generator) -> list[np.ndarray]:
         batch, heads, kv_heads, tq, tk, d, _ = SHAPES[self.shape]
-        shapes = ((batch, heads, tq, d), (batch, kv_heads, tk, d), (batch, kv_heads, tk, d), (batch, heads, tq, d))
+        shapes = [(batch, *rest, d) for rest in ((heads, tq), (kv_heads, tk), (kv_heads, tk), (heads, tq))]
         return [rng.standard_normal(shape).astype(np.float32).astype(DTYPES[self.dtype]) for shape in shapes]
 
 
@@ -97,13 +117,17 @@ def _cases() -> Iterator[BackwardCase]:
     at_64 = [name for name, shape in SHAPES.items() if shape[5] == 64]
     others = [name for name, shape in SHAPES.items() if shape[5] != 64]
     for i, name in enumerate(PRECISIONS):
-        shapes = SHAPES if name in MAIN else [*(at_64[(i + j) % len(at_64)] for j in range(4)), others[i % len(others)]]
+        main = name in MAIN
+        shapes = list(SHAPES)
+        if not main:
+            shapes = [*(at_64[(i + j) % len(at_64)] for j in range(4)), others[i % len(others)]]
         own = "fp16" if name.startswith("fp16") else "fp32" if name.startswith("fp32") else "bf16"
         for j, shape in enumerate(shapes):
-            some = DISTRIBUTIONS if name in MAIN and shape in ("causal", "group", "d128") else [DISTRIBUTIONS[(i + j) % len(DISTRIBUTIONS)]]
-            for distribution in some:
+            every = main and shape in ("causal", "group", "d128")
+            for distribution in DISTRIBUTIONS if every else [DISTRIBUTIONS[(i + j) % len(DISTRIBUTIONS)]]:
                 yield BackwardCase(name, shape, distribution, own, False)
-        yield BackwardCase(name, shapes[i % len(shapes)] if name not in MAIN else "group", "normal", ("fp32", "bf16", "fp16")[i % 3], True)
+        shape = "group" if main else shapes[i % len(shapes)]
+        yield BackwardCase(name, shape, "normal", ("fp32", "bf16", "fp16")[i % 3], True)
 
 
 CASES = list(_cases())
@@ -116,7 +140,8 @@ class DeviceArray(np.ndarray):
 
     @property
     def data(self) -> Any:
-        return types.SimpleNamespace(ptr=8 if self.base is not None and self.base.shape != self.shape else 1 << 20)
+        part = self.base is not None and self.base.shape != self.shape
+        return types.SimpleNamespace(ptr=8 if part else 1 << 20)
 
     device = types.SimpleNamespace(id=0)
 
@@ -137,7 +162,8 @@ def recording(capability: int) -> Iterator[dict]:
     cupy = kernels.import_cupy()
     fakes = [mock.patch.object(cupy, "ndarray", DeviceArray), mock.patch.object(cupy, "empty", device_array),
              mock.patch.object(cupy, "array", lambda x, dtype: np.array(x, dtype).view(DeviceArray)),
-             mock.patch.object(cupy.cuda.runtime, "getDevice", lambda: 0), mock.patch.object(kernels, "kernel", kernel),
+             mock.patch.object(cupy.cuda.runtime, "getDevice", lambda: 0),
+             mock.patch.object(kernels, "kernel", kernel),
              mock.patch.object(kernels, "capability", lambda device: capability)]
     attention_backward.plan.cache_clear()
     for fake in fakes:
@@ -157,16 +183,20 @@ def launch(case: BackwardCase) -> None:
     dtype = DTYPES[case.dtype]
 
     def rows(h: int, t: int, dtype: Any = dtype) -> Any:
-        return device_array((batch, h, t + 1, d + 3), dtype)[:, :, 1:, :d] if case.strided else device_array((batch, h, t, d), dtype)
+        if case.strided:
+            return device_array((batch, h, t + 1, d + 3), dtype)[:, :, 1:, :d]
+        return device_array((batch, h, t, d), dtype)
+
+    def dtype_of(direction: str, site: str) -> np.dtype:
+        return DTYPES.get(p.sites_for(direction, KEY.layer, "", 0)[site].format, np.dtype(np.float32))
 
     q, k, v, do = rows(heads, tq), rows(kv_heads, tk), rows(kv_heads, tk), rows(heads, tq)
-    o_format = p.sites_for("fwd", KEY.layer, "", 0)["attn.o"].format
     wide = p.delta_from in ("o_unrounded", "o_fp32")
-    o = rows(heads, tq, DTYPES[o_format] if o_format in DTYPES and not wide else np.float32)
+    o = rows(heads, tq, np.float32 if wide else dtype_of("fwd", "attn.o"))
     line = device_array((batch, heads, tq))
-    results = [device_array(x.shape, DTYPES.get(p.sites_for("bwd", KEY.layer, "", 0)[site].format, np.float32))
+    results = [device_array(x.shape, dtype_of("bwd", site))
                for x, site in ((q, "attn.dq"), (k, "attn.dk"), (v, "attn.dv"))]
-    attention_backward.launch_backward(do, q, k, v, o, line, line, line, *results, p, attention_backward.Shape(tq, tk, causal),
+    attention_backward.launch_backward(do, q, k, v, o, line, line, line, *results, p, Shape(tq, tk, causal),
                                        d ** -0.5, KEY)
 
 
@@ -178,7 +208,7 @@ def compilations(cases: list[BackwardCase], capability: int) -> list[tuple]:
     return list(seen)
 
 
-def reference(case: BackwardCase, seed: int, accumulator: str) -> tuple[np.ndarray, Saved, tuple[np.ndarray, ...]]:
+def reference(case: BackwardCase, seed: int, accumulator: str) -> tuple[np.ndarray, Saved, tuple]:
     """dO, what was saved, and the gradients on the CPU."""
     with np.errstate(all="ignore"):
         do, saved = case.saved(np.random.default_rng(seed), accumulator)
