@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sample": ("cuflash.cli.sample:sample", "Write text from a run's checkpoint."),
     "dump": ("cuflash.cli.dump:dump", "Every chosen intermediate of one forward and backward pass, in HDF5."),
     "diff": ("cuflash.cli.diff:diff", "How two dumps, two runs or any two HDF5 files differ."),
+    "plot": ("cuflash.cli.plot:plot", "Figures of runs, dumps, differences and audits."),
     "audit": ("cuflash.cli.audit:audit", "Which roundings of attention are biased, on captured q, k, v, dO."),
     "sites": ("cuflash.cli.sites:sites", "The rounding sites and their formats under a precision."),
     "explain": ("cuflash.cli.explain:explain", "One rounding or one sum, shown bit by bit."),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import hdf5
-from cuflash.dump_file import STEP, Entry, datasets
+from cuflash.dump_file import STEP, Dump, Entry, datasets
 from cuflash.formats import format_named
 
 if TYPE_CHECKING:
@@ -198,6 +198,22 @@ def _ulp_of(entry: Entry, dataset: "h5py.Dataset") -> tuple[int, int, int] | Non
     return f.mantissa_bits, f.emin, f.emax
 
 
+def ulp_errors(a: Dump, b: Dump, site: str, *, layer: int | None = None) -> np.ndarray:
+    """The errors (A − B)/ulp that `SiteDiff` measures at a site of two dumps, of finite entries, as a vector.
+
+    Raises:
+        ValueError: the site is not in both, or the shapes differ.
+    """
+    in_a, in_b = a.entry(site, layer=layer), b.entry(site, layer=layer)
+    if in_a.shape != in_b.shape:
+        raise ValueError(f"{in_a.name} has shape {in_a.shape} in {a.path}, {in_b.shape} in {b.path}")
+    with _opened(a.path) as file_a, _opened(b.path) as file_b:
+        x, y = file_a[in_a.dataset], file_b[in_b.dataset]
+        sums = _Sums(x.shape, _ulp_of(in_a, x), _ulp_of(in_b, y))
+        found = [sums.add(hdf5.read_array(x, w), hdf5.read_array(y, w), in_a.visible(w), w) for w in hdf5.blocks(x.shape, BLOCK)]
+    return np.concatenate([e for e in found if e is not None] or [np.zeros(0)])
+
+
 class _Sums:
     """What is summed over the blocks of two datasets of one shape."""
 
@@ -212,7 +228,8 @@ class _Sums:
         self.xy = self.xx = self.yy = 0.0
         self.first: tuple[tuple[int, ...], float, float] | None = None
 
-    def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None, where: tuple[slice, ...]) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None, where: tuple[slice, ...]) -> np.ndarray | None:
+        """Adds a block; gives the errors in ulp of its finite entries, None where there are no ulp."""
         if a.dtype.kind in "OSUV" and a.dtype.name not in _OF_DTYPE:  # text: the same or not
             same, x, y = np.asarray(a == b), np.full(a.shape, np.nan), np.full(a.shape, np.nan)
         else:
@@ -236,9 +253,12 @@ class _Sums:
         d = x - y
         self.abs += float(np.abs(d).sum())
         self.max_abs = max(self.max_abs, float(np.abs(d).max(initial=0)))
-        if self.ulp is not None:
-            fine, coarse = (x, y) if self.at_a else (y, x)
-            self._ulp(d / _spacing(np.maximum(np.abs(fine), np.abs(coarse) / 2), *self.ulp), finite)
+        if self.ulp is None:
+            return None
+        fine, coarse = (x, y) if self.at_a else (y, x)
+        error = d / _spacing(np.maximum(np.abs(fine), np.abs(coarse) / 2), *self.ulp)
+        self._ulp(error, finite)
+        return error[finite]
 
     def _ulp(self, error: np.ndarray, finite: np.ndarray) -> None:
         magnitude = np.abs(error)

@@ -1,0 +1,175 @@
+"""`cuflash plot`: figures of runs, dumps, differences and audits."""
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cuflash.cli.main import user_errors
+from cuflash.errors import unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = {
+    "curves": "runs: loss, gradient norm, ties",
+    "spectral": "a run: spectral norms of its weights by layer, of W_Q by head",
+    "heat": "a dump: maps of S and P̄ (or --sites)",
+    "row": "a dump: a row of P̄ beside V[:, i], the running error of Ō",
+    "histograms": "two dumps: errors at each of --sites",
+    "diff": "two dumps: every site that differs",
+    "errors": "an audit's -o file: errors of δ and O by token and feature",
+    "bias": "an audit's Monte Carlo (--json): bias against ties and rest",
+}
+
+
+@click.command(epilog="Kinds: " + "; ".join(f"{kind}, {text}" for kind, text in KINDS.items()) + ".")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True), metavar="SOURCE…")
+@click.option("--kind", metavar="KIND", help="What to draw; by default the first kind that fits the sources.")
+@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="A .png, .svg or .pdf file.")
+@click.option("--sites", help="Of dumps: names with commas between.")
+@click.option("--layer", type=click.IntRange(min=0), help="Of a dump or an audit.  [default: the first]")
+@click.option("--sample", type=click.IntRange(min=0), help="[default: the first]")
+@click.option("--head", type=click.IntRange(min=0), help="[default: the first; of an audit the one with the largest error]")
+@click.option("--query", type=click.IntRange(min=0), help="The row of `row`.  [default: the last]")
+@click.option("--feature", type=click.IntRange(min=0), default=0, show_default=True, help="The column of V of `row`.")
+@click.option("--token", type=click.IntRange(min=0), help="Of an audit.  [default: the one with the largest error]")
+@click.option("--precision", help="Of an audit of several.  [default: the first]")
+@click.option("--dpi", type=click.IntRange(min=50), default=200, show_default=True, help="Of a PNG.")
+def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
+    """Draw a run or several, a dump, two dumps, or an audit.
+
+    SOURCE is a run folder, a dump, the -o file of an audit or the --json of its Monte Carlo.
+    """
+    with user_errors():
+        from cuflash.plot import SUFFIXES, save
+        if os.path.splitext(out)[1].lower() not in SUFFIXES:
+            raise ValueError(f"-o {out}: a plot is written as one of {', '.join(SUFFIXES)}")
+        if kind is not None and kind not in KINDS:
+            raise unknown("--kind", kind, KINDS)
+        what = {_what(s) for s in sources}
+        if len(what) > 1:
+            raise ValueError(f"{', '.join(sources)} are of several sorts: {', '.join(sorted(what))}")
+        fitting = _fitting(what.pop(), len(sources))
+        if kind is None:
+            kind = next(iter(fitting))
+        if kind not in fitting:
+            raise ValueError(f"--kind {kind} is for {KINDS[kind].partition(':')[0]}; these sources give {', '.join(fitting)}")
+        save(fitting[kind](sources, options), out, dpi)
+    click.echo(out)
+
+
+def _what(source: str) -> str:
+    if os.path.isdir(source):
+        return "run"
+    if source.endswith(".json"):
+        return "bias"
+    import h5py
+    if not h5py.is_hdf5(source):
+        raise ValueError(f"{source}: not a run folder, an HDF5 or a JSON file of cuflash")
+    with h5py.File(source, "r") as f:
+        format = str(f.attrs.get("format", ""))
+    for name in ("dump", "audit"):
+        if format.startswith(f"cuflash {name}"):
+            return name
+    raise ValueError(f"{source}: an HDF5 file, but no dump and no audit" + (f" ({format})" if format else ""))
+
+
+def _fitting(what: str, count: int) -> dict[str, Callable[[tuple[str, ...], dict[str, Any]], "Figure"]]:
+    """The kinds that these sources can be drawn as, the default first."""
+    found = {
+        ("run", True): {"curves": _curves, "spectral": _spectral}, ("run", False): {"curves": _curves},
+        ("dump", True): {"heat": _heat, "row": _row}, ("dump", False): {"histograms": _histograms, "diff": _diff},
+        ("audit", True): {"errors": _errors}, ("bias", True): {"bias": _bias},
+    }.get((what, count == 1))
+    if found is None or what == "dump" and count > 2:
+        raise ValueError(f"{count} sources of this sort ({what}) do not go into one plot")
+    return found
+
+
+def _curves(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.model.run import Run
+    names = [os.path.normpath(s) for s in sources]
+    if len({os.path.basename(n) for n in names}) == len(names):
+        names = [os.path.basename(n) for n in names]
+    metrics = {name: Run(s).metrics for name, s in zip(names, sources)}
+    for source, rows in zip(sources, metrics.values()):
+        if not rows:
+            raise ValueError(f"{source} has no row in its metrics.csv yet")
+    return plot.runs(metrics)
+
+
+def _spectral(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.model.run import Run
+    layers = Run(sources[0]).layers
+    return plot.spectral(layers.steps, layers)
+
+
+def _heat(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.dump import read
+    dump = read(sources[0])
+    sites = options["sites"].split(",") if options["sites"] else ["attn.s", "attn.p"]
+    return plot.heat_maps(dump, sites=sites, layer=_layer(dump, options), sample=options["sample"], head=options["head"])
+
+
+def _row(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.dump import read
+    dump = read(sources[0])
+    layer = _layer(dump, options)
+    e = dump.entry("attn.p", layer=layer)
+    query = options["query"] if options["query"] is not None else (e.rows or range(e.shape[-2]))[-1]
+    return plot.row(dump, query=query, feature=options["feature"], layer=layer, sample=options["sample"], head=options["head"])
+
+
+def _histograms(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.dump import read
+    a, b = map(read, sources)
+    layer = _layer(a, options)
+    default = [s for s in ("attn.s", "attn.p", "attn.pv", "attn.o_acc", "attn.o", "attn.delta_prod", "attn.ds", "attn.dq")
+               if all(any(e.site == s for e in d.entries) for d in (a, b))]
+    return plot.histograms(a, b, options["sites"].split(",") if options["sites"] else default, layer=layer)
+
+
+def _diff(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.diff import diff
+    names = options["sites"].split(",") if options["sites"] else []
+    if options["layer"] is not None:
+        names = [f"*/L{options['layer']:02d}/{n}" for n in names or ["*"]]
+    return plot.differences(diff(*sources, names))
+
+
+def _errors(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.audit_map import read_maps
+    maps, _ = read_maps(sources[0])
+    layer = next(iter(maps)) if options["layer"] is None else options["layer"]
+    if layer not in maps:
+        raise ValueError(f"--layer {layer}: {sources[0]} has {', '.join(map(str, maps))}")
+    precision = options["precision"] or maps[layer][0].precision
+    found = [m for m in maps[layer] if m.precision == precision]
+    if not found:
+        raise unknown("--precision", precision, [m.precision for m in maps[layer]])
+    return plot.error_maps(found[0], layer=layer, sample=options["sample"], head=options["head"], token=options["token"])
+
+
+def _bias(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.monte_carlo import Bias
+    try:
+        with open(sources[0], encoding="utf-8") as f:
+            rows = [Bias(**row) for row in json.load(f)["bias"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{sources[0]} is not the JSON of cuflash audit --monte-carlo ({e})") from e
+    return plot.bias(rows)
+
+
+def _layer(dump: Any, options: dict[str, Any]) -> int | None:
+    """The chosen layer, or the first one of the dump."""
+    return options["layer"] if options["layer"] is not None else next((e.layer for e in dump.entries if e.layer is not None), None)

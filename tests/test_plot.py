@@ -1,0 +1,180 @@
+"""Figures: what they show, in files that open; and the commands of docs/dumps.md as they are printed."""
+import pathlib
+import re
+import shlex
+
+import h5py
+import numpy as np
+import pytest
+
+from cuflash.attention import flash_attention_backward, flash_attention_forward
+from cuflash.audit_map import ErrorMap
+from cuflash.dump import read, recording
+from cuflash.precision import Precision
+from tests.test_cli import run
+from tests.test_dump import inputs
+from tests.test_statistics import paper_case
+
+pytest.importorskip("matplotlib", reason="matplotlib (extra plot) is not installed")
+from cuflash import plot  # noqa: E402
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dumps")
+    q, k, v, do = inputs(1, 2, 2, 60, 60, 8, seed=51)
+    for name, precision in (("a", "bf16"), ("b", "fp32")):
+        with recording(folder / f"{name}.h5"):
+            o, saved = flash_attention_forward(q, k, v, causal=True, precision=Precision.named(precision).replace(tile=(16, 16)))
+            flash_attention_backward(do, saved)
+    return folder
+
+
+def texts(figure):
+    return " | ".join(t.get_text() for ax in figure.axes for t in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label))
+
+
+def test_runs():
+    rows = [{"step": s, "loss": 4 - s / 10, "norm": 1.0, "ties": s, "rows": 100, "val_loss": 3.0 if s == 4 else np.nan} for s in range(5)]
+    figure = plot.runs({"one": rows, "two": rows[:3]})
+    loss, norm, ties = figure.axes
+    assert np.array_equal(loss.lines[0].get_ydata(), [4, 3.9, 3.8, 3.7, 3.6]) and len(loss.lines) == 4
+    assert np.array_equal(ties.lines[1].get_ydata(), [0, 1, 2]) and norm.get_yscale() == "log"
+    assert [t.get_text() for t in loss.get_legend().get_texts()] == ["one", "two", "validation"]
+    assert loss.lines[0].get_color() != loss.lines[-2].get_color() and loss.lines[0].get_linestyle() != loss.lines[2].get_linestyle()
+    for word in ("step", "nats a token", "% of attention's rows"):
+        assert word in texts(figure)
+
+
+def test_spectral():
+    norms = {f"spectral/L0{i}/{n}": np.arange(3.0) + i for i in range(2) for n in ("q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    norms |= {f"spectral/L0{i}/q_heads": np.ones((3, 4)) * i for i in range(2)}
+    figure = plot.spectral(np.array([10, 20, 30]), norms)
+    left, right = figure.axes[:2]
+    assert left.images[0].get_array().shape == (12, 3) and [t.get_text() for t in left.get_yticklabels()][:3] == ["L0 q", "L0 k", "L0 v"]
+    assert len(right.lines) == 2 and np.array_equal(right.lines[1].get_ydata(), [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="no spectral norms"):
+        plot.spectral(np.array([1]), {})
+
+
+def test_heat_maps(dumps):
+    d = read(dumps / "a.h5")
+    figure = plot.heat_maps(d, head=1)
+    s, p = (ax.images[0].get_array() for ax in figure.axes[:2])
+    hidden = ~np.tril(np.ones((60, 60), bool))
+    assert np.array_equal(np.ma.getmaskarray(p), hidden)
+    assert np.array_equal(p[~hidden], d.read("attn.p", head=1, sample=0).astype(float)[~hidden])
+    assert s.min() < 0 and figure.axes[0].images[0].cmap.name == "PuOr" and figure.axes[1].images[0].cmap.name == "cividis"
+    assert "attn.s in bf16, layer 0, head 1, sample 0" in texts(figure)
+    with pytest.raises(ValueError, match="attn.o has axes sample, head, query, feature; a heat map"):
+        plot.heat_maps(d, sites=["attn.o"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-fa2"])
+def test_a_row_is_rescaled_to_its_final_maximum(tmp_path, precision):
+    q, k, v, _ = inputs(1, 1, 1, 60, 60, 8, seed=52)
+    p = Precision.named(precision).replace(tile=(16, 16))
+    with recording(tmp_path / "x.h5", layers=[0]):
+        flash_attention_forward(q * 3, k, v, causal=True, precision=p)
+    d = read(tmp_path / "x.h5")
+    figure = plot.row(d, query=50, feature=3)
+    top, bottom = figure.axes[0], figure.axes[1]
+    shown = top.lines[0].get_ydata()
+    s = (3 * q[0, 0, 50].astype(np.float64)) @ k[0, 0].T.astype(np.float64) / np.sqrt(8)
+    expected = np.exp(s[:51] - s[:51].max())
+    assert np.abs(shown - expected).max() < 0.05  # S, P̄ in bf16 at |S| up to 20: an ulp of S is 1/16
+    assert len(shown) == 51 and shown.max() == 1
+    error = bottom.lines[1].get_ydata()
+    exact = np.cumsum(shown * d.read("attn.v", sample=0, head=0)[:51, 3].astype(float))
+    assert (np.abs(error) <= np.maximum(np.abs(exact), 2**-126) * 2**-8).all() and np.abs(error).max() > 0
+    with pytest.raises(ValueError, match="query 60, feature 3: the dump has queries 0 to 59 and features 0 to 7"):
+        plot.row(d, query=60, feature=3)
+    with recording(tmp_path / "y.h5", "attn.p,attn.v,attn.m"):
+        flash_attention_forward(q, k, v, precision=p)
+    with pytest.raises(ValueError, match="several tiles and no attn.alpha"):
+        plot.row(read(tmp_path / "y.h5"), query=3, feature=0)
+
+
+def test_histograms_and_differences(dumps, tmp_path):
+    q, k, v = paper_case(64, seed=53)
+    for precision in ("bf16", "fp32"):
+        with recording(tmp_path / f"{precision}.h5"):
+            flash_attention_forward(q, k, v, precision=precision)
+    figure = plot.histograms(read(tmp_path / "bf16.h5"), read(tmp_path / "fp32.h5"), ["attn.pv", "attn.v"])
+    pv, same = figure.axes
+    assert pv._left_title.get_text().startswith("attn.pv: -0.2") and same._left_title.get_text() == "attn.v: +0.000"
+    assert sum(p.get_height() for p in pv.patches) == pytest.approx(100)
+    from cuflash.diff import diff
+    figure = plot.differences(diff(dumps / "a.h5", dumps / "b.h5"))
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "fwd/L00/attn.q"
+    with pytest.raises(ValueError, match="differ at no site"):
+        plot.differences(diff(dumps / "a.h5", dumps / "a.h5"))
+
+
+def test_error_maps():
+    rng = np.random.default_rng(54)
+    o, do = rng.standard_normal((2, 2, 3, 10, 4))
+    m = ErrorMap("bf16-paper", "off", (o * do).sum(-1), o, do, (1, 4, 6), (0, 3))
+    figure = plot.error_maps(m, layer=2, sample=3, head=4, token=7)
+    assert np.array_equal(figure.axes[0].images[0].get_array(), m.delta[1])
+    product = next(ax for ax in figure.axes if ax._left_title.get_text().startswith("(d)"))
+    assert np.array_equal([p.get_height() for p in product.patches], (o * do)[1, 1, 7])
+    largest = np.unravel_index(np.argmax(np.abs(m.delta[0])), m.delta[0].shape)
+    assert f"Head {m.heads[largest[0]]}, token {largest[1]}" in texts(plot.error_maps(m, layer=2))
+    with pytest.raises(ValueError, match="--head 2: there is 1, 4, 6"):
+        plot.error_maps(m, layer=2, head=2)
+
+
+def test_files(dumps, tmp_path):
+    for name, start in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")):
+        plot.save(plot.heat_maps(read(dumps / "a.h5")), tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        assert first.startswith(start)
+        plot.save(figure := plot.heat_maps(read(dumps / "a.h5")), tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first  # no date in it
+    assert "<text" in (tmp_path / "x.svg").read_text(encoding="utf-8")  # text stays text
+    with pytest.raises(ValueError, match="x.gif: a plot is written as one of .png, .svg, .pdf"):
+        plot.save(figure, tmp_path / "x.gif")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("a.h5", "-o", "x.gif"), "is written as one of .png"), (("a.h5", "-o", "x.png", "--kind", "heta"), "unknown --kind 'heta': did you mean 'heat'"),
+    (("a.h5", "-o", "x.png", "--kind", "curves"), "--kind curves is for runs; these sources give heat, row"),
+    (("a.h5", "b.h5", "a.h5", "-o", "x.png"), "3 sources of this sort (dump) do not go into one plot"),
+    (("a.h5", "other.h5", "-o", "x.png"), "an HDF5 file, but no dump and no audit"), (("a.h5", "-o", "x.png", "--layer", "3"), "at layer=3"),
+    (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"), ((".", "-o", "x.png"), "is not a run folder"),
+    (("x.json", "-o", "x.png"), "is not the JSON of cuflash audit --monte-carlo"), (("a.h5", "x.json", "-o", "x.png"), "are of several sorts"),
+])
+def test_mistakes(dumps, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(dumps)
+    pathlib.Path("x.json").write_text("{}")
+    with h5py.File("other.h5", "w") as f:
+        f["x"] = np.zeros(1)
+    text = " ".join(run("plot", *arguments, code=2).split())
+    assert message in text and "Traceback" not in text and not pathlib.Path("x.png").exists()
+
+
+def test_the_page_as_printed(tmp_path, monkeypatch):
+    """Every command and the snippet of docs/dumps.md, in order; training is cut short."""
+    page = (DOCS / "dumps.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for kind, block in re.findall(r"```(console|python)\n(.*?)```", page, re.S):
+        if kind == "python":
+            namespace = {}
+            exec(block, namespace)
+            assert namespace["pv"].shape == (64, 1, 1, 1, 64) and namespace["p"].shape == (1, 3)
+            continue
+        for line in block.splitlines():
+            command = shlex.split(line.removeprefix("$ cuflash "))
+            command = ["6" if c == "300" else "3" if c == "100" else c for c in command]
+            code = int(command[0] == "diff")
+            text = run(*command, *(["--device", "cpu"] if command[0] == "train" else []), code=code)
+            if "built-bf16.h5" in command:
+                assert re.search(r"attn.pv .* -0\.2[4-6]", text)
+            ran += 1
+    assert ran >= 18
+    for image in re.findall(r"!\[[^\]]+\]\((.*?)\)", page):
+        assert (DOCS / image).is_file() and (tmp_path / pathlib.Path(image).name).is_file(), image
