@@ -4,7 +4,7 @@ import re
 import pytest
 
 from cuflash import attention_backward, kernels
-from tests.attention_backward_cases import CASES, MAIN, PRECISIONS, BackwardCase, compilations
+from tests.attention_backward_cases import CASES, PRECISIONS, BackwardCase, compilations
 
 needs_nvrtc = pytest.mark.skipif(kernels.nvrtc_reason() is not None, reason=str(kernels.nvrtc_reason()))
 
@@ -25,12 +25,12 @@ def test_args_are_packed_as_the_kernels_read_them():
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ["bf16-fa2", "bf16"])
 @pytest.mark.parametrize("shape", ["causal", "d128", "d256"])
 def test_fast_kernels_spill_no_registers(name, shape, capability):
     if (name, shape, capability) == ("bf16", "d256", 80):
         return  # sums in shared memory leave too little of it there: attention_backward_any.cu
-    case = BackwardCase(name, shape, "normal", "fp16" if name == "fp16-fa2" else "bf16", False)
+    case = BackwardCase(name, shape, "normal", "bf16", False)
     jobs = compilations([case], capability)
     assert {"attention_dkdv", "attention_dq", "attention_delta"} == {job[0] for job in jobs}
     for job in jobs:
@@ -40,7 +40,7 @@ def test_fast_kernels_spill_no_registers(name, shape, capability):
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "newest"])
-@pytest.mark.parametrize("name", ["bf16-fa2", "fp32", "fa2 p_dp", "fa2 m_l", "bf16 tile 16", "bf16 wide sums"])
+@pytest.mark.parametrize("name", ["fp16-fa2", "fp32", "fa2 p_dp", "bf16 tile 16"])
 def test_compiles(name, arch):
     arch = kernels.newest_architecture() if arch == "newest" else arch
     capability = int(re.search(r"\d+", arch)[0])
