@@ -373,7 +373,7 @@ def _round_block_rne(x: NDArray, format: Format) -> NDArray:
         on_grid += c
         on_grid -= c
         y = np.where(small, on_grid.view(src.uint), y)
-    if y.max() > src.top:
+    if a.max() > src.top:  # not y.max(): the sum of a NaN of all ones wraps
         np.copyto(y, src.uint(src.top if format.saturates else src.infinity), where=y > src.top)
         np.copyto(y, a, where=a > src.infinity)
     y |= x.view(src.uint) & src.sign

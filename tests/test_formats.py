@@ -430,3 +430,15 @@ def test_cuda_header_on_the_host(tmp_path):
     results = np.frombuffer(done.stdout, np.float32).reshape(x.size, len(pairs))
     for (name, mode), got in zip(pairs, results.T):
         same(np.ascontiguousarray(got), round_with(x, format_named(name), MODES[mode], word))
+
+
+@pytest.mark.parametrize("mode", ["rne", "rz", "rna", "rd", "ru"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp8_e4m3", "fp8_e5m2", "e3m2", "e8m20"])
+def test_every_nan_stays_nan_in_any_company(name, mode):
+    """A NaN of all ones, which every dot product writes, alone in its block: sums of its bits wrap."""
+    bits = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0xFF800001], np.uint32)
+    wide = np.array([0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF, 0x7FF8000000000000, 0x7FF0000000000001], np.uint64)
+    for x in (*bits.view(np.float32), *wide.view(np.float64)):
+        for company in ([], [1.0], [0.0, 1e-30], [np.inf]):
+            got = round_to(np.array([x, *company], x.dtype), name, mode)
+            assert np.isnan(got[0]) and not np.isnan(got[1:]).any()
