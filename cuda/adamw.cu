@@ -1,5 +1,5 @@
-// AdamW of all parameters at once (cuflash/adamw.py). They lie one after the other in one array, each starting at a
-// multiple of 8192 elements; a block takes 8192 elements of one.
+// AdamW of all parameters at once (cuflash/adamw.py). They lie one after the other in one array, each
+// starting at a multiple of 8192 elements; a block takes 8192 elements of one.
 
 #include "rows.cuh"
 
@@ -11,22 +11,25 @@ struct Tensor {
 
 // Each scalar was one fp64 expression, rounded once.
 struct Scalars {
-    float keep;                // 1 − lr·λ
-    float rate1, beta2, rate2; // 1 − β₁, β₂, 1 − β₂
-    float bias2, eps;          // √(1 − β₂ᵗ), ε
-    float step;                // lr / (1 − β₁ᵗ)
+    float keep;                 // 1 − lr·λ
+    float rate1, beta2, rate2;  // 1 − β₁, β₂, 1 − β₂
+    float bias2, eps;           // √(1 − β₂ᵗ), ε
+    float step;                 // lr / (1 − β₁ᵗ)
 };
 
 inline float4 sqrt4(float4 x) { return make_float4(sqrtf(x.x), sqrtf(x.y), sqrtf(x.z), sqrtf(x.w)); }
 inline float4 operator/(float4 a, float b) { return make_float4(a.x / b, a.y / b, a.z / b, a.w / b); }
-inline float4 operator/(float4 a, float4 b) { return make_float4(a.x / b.x, a.y / b.y, a.z / b.z, a.w / b.w); }
+inline float4 operator/(float4 a, float4 b) {
+    return make_float4(a.x / b.x, a.y / b.y, a.z / b.z, a.w / b.w);
+}
 inline float4 operator+(float4 a, float b) { return make_float4(a.x + b, a.y + b, a.z + b, a.w + b); }
 
-// blocks: which blocks of 8192 elements this launch updates; tensor_of: the parameter of each block. clip: what
-// gradients are multiplied by. failed: not 0 once a step's loss or norm was not finite; then nothing changes any more.
-extern "C" __global__ void __launch_bounds__(256) adamw(
-    float* w, const float* g, float* m, float* v, const int* blocks, const int* tensor_of, const Tensor* tensors,
-    const float* clip, const int* failed, const Scalars* scalars, Place place) {
+// blocks: which blocks of 8192 elements this launch updates; tensor_of: the parameter of each block. clip:
+// what gradients are multiplied by. failed: not 0 once a step's loss or norm was not finite; then nothing
+// changes any more.
+extern "C" __global__ void __launch_bounds__(256)
+    adamw(float* w, const float* g, float* m, float* v, const int* blocks, const int* tensor_of,
+          const Tensor* tensors, const float* clip, const int* failed, const Scalars* scalars, Place place) {
     if (*failed) return;
     const Scalars s = *scalars;
     const int block = blocks[blockIdx.x];
@@ -41,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(256) adamw(
 #pragma unroll
         for (int j = 0; j < together; j++) {  // what lies between the parameters is zero
             const long long i = base + 1024 * j;
-            wi[j] = load_four(w + i), gi[j] = load_four(g + i), mi[j] = load_four(m + i), vi[j] = load_four(v + i);
+            wi[j] = load_four(w + i), gi[j] = load_four(g + i), mi[j] = load_four(m + i),
+            vi[j] = load_four(v + i);
         }
 #pragma unroll
         for (int j = 0; j < together; j++) {

@@ -2,9 +2,10 @@
 //   m = max z,  e = exp(z − m),  l = Σe,  loss = log l − (z[target] − m),
 //   dz = e · (scale / l) − scale · [column = target]
 //
-// A block of THREADS threads takes a row. STAGED: it is read from memory once, to shared memory, for the maximum, the
-// sum and the gradient; softmax is never stored. LOSS, GRADIENT: which of them; the gradient alone takes m and l from
-// `saved`. dz may be the array of logits. Compiled with these, ALIGNED (rows start at multiples of 16 bytes), Z_T, DZ_T.
+// A block of THREADS threads takes a row. STAGED: it is read from memory once, to shared memory, for the
+// maximum, the sum and the gradient; softmax is never stored. LOSS, GRADIENT: which of them; the gradient
+// alone takes m and l from `saved`. dz may be the array of logits. Compiled with these, ALIGNED (rows start
+// at multiples of 16 bytes), Z_T, DZ_T.
 
 #include "copy.cuh"
 #include "functions.cuh"
@@ -20,7 +21,8 @@ constexpr float infinity = __builtin_bit_cast(float, 0x7F800000);
 inline void stage(Z_T* to, const Z_T* z) {
     if constexpr (ALIGNED) {  // the last 16 bytes may reach into what pads the row
         constexpr int elements = 16 / sizeof(Z_T);
-        for (int i = elements * threadIdx.x; i < WIDTH; i += elements * THREADS) copy16_async(shared_address(to + i), z + i);
+        for (int i = elements * threadIdx.x; i < WIDTH; i += elements * THREADS)
+            copy16_async(shared_address(to + i), z + i);
         copy_commit();
         copy_wait<0>();
     } else {
@@ -35,11 +37,13 @@ inline float4 logits(const Z_T* z, int col) {
     if constexpr (STAGED) return load_four(z + col);
     if (ALIGNED && col < whole_width) return load_four(z + col);
     return make_float4(value(z[col]), col + 1 < WIDTH ? value(z[col + 1]) : -infinity,
-                       col + 2 < WIDTH ? value(z[col + 2]) : -infinity, col + 3 < WIDTH ? value(z[col + 3]) : -infinity);
+                       col + 2 < WIDTH ? value(z[col + 2]) : -infinity,
+                       col + 3 < WIDTH ? value(z[col + 3]) : -infinity);
 }
 
 inline float4 exp4(float4 x) {
-    return make_float4(exp_defined<true>(x.x), exp_defined<true>(x.y), exp_defined<true>(x.z), exp_defined<true>(x.w));
+    return make_float4(exp_defined<true>(x.x), exp_defined<true>(x.y), exp_defined<true>(x.z),
+                       exp_defined<true>(x.w));
 }
 
 inline float block_max(float x, float* shared) {
@@ -50,15 +54,16 @@ inline float block_max(float x, float* shared) {
         __syncthreads();
         x = shared[threadIdx.x % (THREADS / 32)];
 #pragma unroll
-        for (int apart = THREADS / 64; apart; apart /= 2) x = functions::max_nan(x, __shfl_xor_sync(0xFFFFFFFFu, x, apart));
+        for (int apart = THREADS / 64; apart; apart /= 2)
+            x = functions::max_nan(x, __shfl_xor_sync(0xFFFFFFFFu, x, apart));
     }
     return x;
 }
 
 // targets: (rows). losses: (rows). saved: m and l of each row. scale: of the gradient.
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) cross_entropy(
-    const Z_T* all_z, long long z_stride, const int* targets, float* losses, float2* saved, DZ_T* all_dz,
-    long long dz_stride, float scale, const Place place) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1)
+    cross_entropy(const Z_T* all_z, long long z_stride, const int* targets, float* losses, float2* saved,
+                  DZ_T* all_dz, long long dz_stride, float scale, const Place place) {
     extern __shared__ uint4 staged[];
     __shared__ float shared[2][32];
     const long long row = blockIdx.x;
@@ -73,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) c
         m = -infinity;
         FOR_COLUMNS(col) {
             const float4 x = logits(z, col);
-            m = functions::max_nan(m, functions::max_nan(functions::max_nan(x.x, x.y), functions::max_nan(x.z, x.w)));
+            m = functions::max_nan(
+                m, functions::max_nan(functions::max_nan(x.x, x.y), functions::max_nan(x.z, x.w)));
         }
         m = block_max(m, shared[0]);
         const float at_target = value(z[target]) - m;
@@ -99,8 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) c
                 if (target == col + 3) d.w -= scale;
             }
             d = rnd4<loss_dlogits>(d, place.at(0, row, col));
-            if (ALIGNED && col < whole_width) store_four(dz + col, d);
-            else store4<false>(dz, col, WIDTH, d);
+            if (ALIGNED && col < whole_width)
+                store_four(dz + col, d);
+            else
+                store4<false>(dz, col, WIDTH, d);
         }
     }
 }

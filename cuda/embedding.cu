@@ -1,8 +1,9 @@
-// Token and position embedding (cuflash/embedding.py): y[b, t] = wte[idx[b, t]] + wpe[t]. Rows of WIDTH elements.
+// Token and position embedding (cuflash/embedding.py): y[b, t] = wte[idx[b, t]] + wpe[t]. Rows of WIDTH
+// elements.
 //
-// The token gradient without sorting and without atomics: each position points to the next one of its sample with the
-// same token; the first of them sums dy along these pointers; a token then sums its samples, ascending.
-// Compiled with WIDTH, WHOLE, and Y_T or DY_T.
+// The token gradient without sorting and without atomics: each position points to the next one of its sample
+// with the same token; the first of them sums dy along these pointers; a token then sums its samples,
+// ascending. Compiled with WIDTH, WHOLE, and Y_T or DY_T.
 
 #include "rows.cuh"
 
@@ -10,7 +11,8 @@ constexpr int tokens_at_once = 4096;  // positions in shared memory
 
 #ifdef FORWARD
 // A block takes a position of a sample.
-extern "C" __global__ void embedding_forward(const int* idx, const float* wte, const float* wpe, Y_T* y, const Place place) {
+extern "C" __global__ void embedding_forward(const int* idx, const float* wte, const float* wpe, Y_T* y,
+                                             const Place place) {
     const long long row = blockIdx.x;
     const float* token = wte + (long long)idx[row] * WIDTH;
     const float* position = wpe + row % place.rows * WIDTH;
@@ -21,9 +23,10 @@ extern "C" __global__ void embedding_forward(const int* idx, const float* wte, c
 }
 #else
 
-// next: (samples, T), the next position with the same token, or -1. first: (vocab_size, samples), a token's first
-// position in each sample; filled with -1 before. A block takes a sample.
-extern "C" __global__ void __launch_bounds__(1024) embedding_links(const int* all_idx, int* all_next, int* first, int length) {
+// next: (samples, T), the next position with the same token, or -1. first: (vocab_size, samples), a token's
+// first position in each sample; filled with -1 before. A block takes a sample.
+extern "C" __global__ void __launch_bounds__(1024)
+    embedding_links(const int* all_idx, int* all_next, int* first, int length) {
     __shared__ int tokens[tokens_at_once];
     const int* idx = all_idx + (long long)blockIdx.x * length;
     int* next = all_next + (long long)blockIdx.x * length;
@@ -33,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_links(const int* al
         bool earlier = false;
         for (int start = 0; start < length; start += tokens_at_once) {
             __syncthreads();
-            for (int i = threadIdx.x; i < tokens_at_once && start + i < length; i += 1024) tokens[i] = idx[start + i];
+            for (int i = threadIdx.x; i < tokens_at_once && start + i < length; i += 1024)
+                tokens[i] = idx[start + i];
             __syncthreads();
             const int stop = length - start < tokens_at_once ? length - start : tokens_at_once;
             for (int u = 0; u < stop && found < 0 && token >= 0; u++) {
@@ -49,22 +53,24 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_links(const int* al
 }
 
 // sums: like dy, fp32; rows of first positions are written. A block takes a position.
-extern "C" __global__ void embedding_sums(const int* idx, const int* next, const int* first, const DY_T* dy, float* sums,
-                                          int length, int samples) {
+extern "C" __global__ void embedding_sums(const int* idx, const int* next, const int* first, const DY_T* dy,
+                                          float* sums, int length, int samples) {
     const int row = blockIdx.x, sample = row / length, t = row % length;
     if (first[(long long)idx[row] * samples + sample] != t) return;
     const int* link = next + (long long)sample * length;
     dy += (long long)sample * length * WIDTH;
     for (int col = 4 * threadIdx.x; col < WIDTH; col += 4 * blockDim.x) {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int u = t; u >= 0; u = link[u]) total = total + load4<WHOLE>(dy + (long long)u * WIDTH, col, WIDTH);
+        for (int u = t; u >= 0; u = link[u])
+            total = total + load4<WHOLE>(dy + (long long)u * WIDTH, col, WIDTH);
         store4<WHOLE>(sums + (long long)row * WIDTH, col, WIDTH, total);
     }
 }
 
 // A warp takes a token.
-extern "C" __global__ void __launch_bounds__(256) embedding_tokens(const int* first, const float* sums, float* dwte,
-                                                                   int length, int samples, int vocab_size) {
+extern "C" __global__ void __launch_bounds__(256)
+    embedding_tokens(const int* first, const float* sums, float* dwte, int length, int samples,
+                     int vocab_size) {
     const int token = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (token >= vocab_size) return;
     const int* of_token = first + (long long)token * samples;

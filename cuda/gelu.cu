@@ -1,8 +1,9 @@
-// GELU (cuflash/gelu.py): y = x · Φ(x), Φ(x) = ½ + ½·erf(x·√½); dx = dy · (Φ(x) + x·φ(x)), φ(x) = exp(−½·x·x) / √(2π).
+// GELU (cuflash/gelu.py):
+//   y = x · Φ(x), Φ(x) = ½ + ½·erf(x·√½);  dx = dy · (Φ(x) + x·φ(x)), φ(x) = exp(−½·x·x) / √(2π)
 //
-// Where x is bf16, each block first fills a table of the function's values at every x with 2^-18 <= |x| < 16, in
-// shared memory: a look-up costs less than the 50 to 90 instructions, and gives the same bits. Others are computed.
-// Compiled with X_T, Y_T (forward), or BACKWARD, DY_T, X_T, DX_T.
+// Where x is bf16, each block first fills a table of the function's values at every x with 2^-18 <= |x| < 16,
+// in shared memory: a look-up costs less than the 50 to 90 instructions, and gives the same bits. Others are
+// computed. Compiled with X_T, Y_T (forward), or BACKWARD, DY_T, X_T, DX_T.
 
 #define BLOCK_THREADS 1024  // few blocks, as each fills a table
 #define THREAD_FOURS 2
@@ -48,14 +49,22 @@ struct Direct {
     void fill() {}
     float operator()(float x) const { return function(x); }
 };
-template <class T> struct Method { using type = Direct<T>; };
-template <> struct Method<bf16> { using type = Table; };
+template <class T>
+struct Method {
+    using type = Direct<T>;
+};
+template <>
+struct Method<bf16> {
+    using type = Table;
+};
 
-inline float4 apply(const Method<X_T>::type& f, float4 x) { return make_float4(f(x.x), f(x.y), f(x.z), f(x.w)); }
+inline float4 apply(const Method<X_T>::type& f, float4 x) {
+    return make_float4(f(x.x), f(x.y), f(x.z), f(x.w));
+}
 
 #ifdef BACKWARD
-extern "C" __global__ void __launch_bounds__(block_threads, 2) gelu_backward(const DY_T* dy, const X_T* x, DX_T* dx, long long size,
-                                                                const Place place) {
+extern "C" __global__ void __launch_bounds__(block_threads, 2)
+    gelu_backward(const DY_T* dy, const X_T* x, DX_T* dx, long long size, const Place place) {
     __shared__ Method<X_T>::type slope;
     slope.fill();
     FOR_BLOCKS(size) {
@@ -65,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(block_threads, 2) gelu_backward(con
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(block_threads, 2) gelu_forward(const X_T* x, Y_T* y, long long size, const Place place) {
+extern "C" __global__ void __launch_bounds__(block_threads, 2)
+    gelu_forward(const X_T* x, Y_T* y, long long size, const Place place) {
     __shared__ Method<X_T>::type gelu;
     gelu.fill();
     FOR_BLOCKS(size) {

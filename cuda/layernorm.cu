@@ -1,13 +1,14 @@
 // LayerNorm, forward and backward, of rows of WIDTH elements (cuflash/layernorm.py):
 //   mean = Σx / WIDTH,  d = x − mean,  rstd = 1/√(Σd² / WIDTH + ε),  x̂ = d · rstd,  y = x̂ · w (+ b)
-//   g = dy · w,  dx = ((g − Σg / WIDTH) − x̂ · (Σ g·x̂ / WIDTH)) · rstd,  dw = Σ dy · x̂,  db = Σ dy over the rows
+//   g = dy · w,  dx = ((g − Σg / WIDTH) − x̂ · (Σ g·x̂ / WIDTH)) · rstd,  dw = Σ dy · x̂,  db = Σ dy
 //
-// A block of THREADS threads takes a row at a time and keeps it in registers. Fused, with each site as it stands:
-//   RESIDUAL: forward first adds a branch to the stream (residual.y), backward last adds the stream's gradient
-//     (residual.dx);
+// A block of THREADS threads takes a row at a time and keeps it in registers. Fused, with each site as it is:
+//   RESIDUAL: forward first adds a branch to the stream (residual.y), backward last adds the stream's
+//     gradient (residual.dx);
 //   OPERAND: the linear layer that takes y, or dx, gets it rounded at its linear.x, or linear.dy.
 //
-// Compiled with WIDTH, THREADS, WHOLE (WIDTH % 4 == 0, rows aligned), BIAS, RESIDUAL, OPERAND, and the types of arrays (X_T …).
+// Compiled with WIDTH, THREADS, WHOLE (WIDTH % 4 == 0, rows aligned), BIAS, RESIDUAL, OPERAND, and the types
+// of arrays (X_T …).
 
 #include "functions.cuh"
 #include "reduce.cuh"
@@ -16,7 +17,8 @@
 constexpr int fours = (WIDTH + 4 * THREADS - 1) / (4 * THREADS);  // a thread's share of a row
 constexpr bool even = WIDTH % (4 * THREADS) == 0;  // no thread is past the end
 
-#define FOR_COLUMNS(i, col) _Pragma("unroll") for (int i = 0, col = 4 * threadIdx.x; i < fours; i++, col += 4 * THREADS)
+#define FOR_COLUMNS(i, col) \
+    _Pragma("unroll") for (int i = 0, col = 4 * threadIdx.x; i < fours; i++, col += 4 * THREADS)
 
 // Elements past the end count for nothing.
 inline float4 masked(float4 x, int col) {
@@ -49,16 +51,17 @@ inline float row_sum(const float4 (&x)[fours], float* shared) {
 
 #ifdef FORWARD
 // x: (rows, WIDTH). stream: x plus branch, for RESIDUAL. statistics: mean and rstd of each row.
-extern "C" __global__ void __launch_bounds__(THREADS) layernorm_forward(
-    const X_T* x, const BRANCH_T* branch, STREAM_T* stream, const float* w, const float* b, Y_T* y, float2* statistics,
-    long long rows, const Place place) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    layernorm_forward(const X_T* x, const BRANCH_T* branch, STREAM_T* stream, const float* w, const float* b,
+                      Y_T* y, float2* statistics, long long rows, const Place place) {
     __shared__ float shared[2][32];
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         float4 v[fours], square[fours];
         FOR_COLUMNS(i, col) {
             v[i] = load(x + row * WIDTH, col);
 #if RESIDUAL
-            v[i] = masked(rnd4<residual_y>(v[i] + load(branch + row * WIDTH, col), place.at(0, row, col)), col);
+            v[i] =
+                masked(rnd4<residual_y>(v[i] + load(branch + row * WIDTH, col), place.at(0, row, col)), col);
             save(stream + row * WIDTH, col, v[i]);
 #endif
         }
@@ -85,11 +88,12 @@ constexpr int chunk_rows = 16;
 // Threads of an SM at once, as registers allow for.
 constexpr int resident = fours <= 6 ? 512 : 320;
 
-// x: what the forward normalised. dstream: the stream's gradient, for RESIDUAL. dw and db: (chunks, WIDTH), sums over 16
-// rows each, which the kernel of column sums joins. A block takes a chunk.
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS < resident ? resident / THREADS : 1) layernorm_backward(
-    const DY_T* dy, const X_T* x, const float2* statistics, const float* w, const DSTREAM_T* dstream, DX_T* dx, DOPERAND_T* operand,
-    float* dw, float* db, long long rows, const Place place) {
+// x: what the forward normalised. dstream: the stream's gradient, for RESIDUAL. dw and db: (chunks, WIDTH),
+// sums over 16 rows each, which the kernel of column sums joins. A block takes a chunk.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS < resident ? resident / THREADS : 1)
+    layernorm_backward(const DY_T* dy, const X_T* x, const float2* statistics, const float* w,
+                       const DSTREAM_T* dstream, DX_T* dx, DOPERAND_T* operand, float* dw, float* db,
+                       long long rows, const Place place) {
     __shared__ float shared[2][32];
     float4 dw_sum[fours], db_sum[fours];
 #pragma unroll

@@ -1,9 +1,10 @@
-// Matrix products of the linear layers under a bit-defined accumulator (cuflash/linear.py): C = A · B + c, k ascending,
-// no split of k. A: (M, K), B: (K, N), any strides. One slow, clear kernel; `library` is cuBLAS.
+// Matrix products of the linear layers under a bit-defined accumulator (cuflash/linear.py): C = A · B + c, k
+// ascending, no split of k. A: (M, K), B: (K, N), any strides. One slow, clear kernel; `library` is cuBLAS.
 //
-// A block of 128 threads computes 64 × 64 of C, 32 of k at a time from shared memory: on tensor cores (numerics,
-// section 5), a warp 32 × 32, or by fma. Compiled with the product as product_linear, A_T, B_T, C_T, and A_ROWS and
-// B_ROWS: whether A's k and B's n are contiguous. The last kernel is for results of cuBLAS.
+// A block of 128 threads computes 64 × 64 of C, 32 of k at a time from shared memory: on tensor cores
+// (numerics, section 5), a warp 32 × 32, or by fma. Compiled with the product as product_linear, A_T, B_T,
+// C_T, and A_ROWS and B_ROWS: whether A's k and B's n are contiguous. The last kernel is for results of
+// cuBLAS.
 
 #include "rows.cuh"
 
@@ -55,7 +56,8 @@ struct Block<false> {
                     unsigned x[4], y[2];
                     if constexpr (F == Operand::tf32) {
 #pragma unroll
-                        for (int p = 0; p < 4; p++) x[p] = __float_as_uint(a[r + p % 2 * 8][k + t + p / 2 * 4]);
+                        for (int p = 0; p < 4; p++)
+                            x[p] = __float_as_uint(a[r + p % 2 * 8][k + t + p / 2 * 4]);
 #pragma unroll
                         for (int p = 0; p < 2; p++) y[p] = __float_as_uint(b[k + t + p * 4][n]);
                     } else {
@@ -83,14 +85,15 @@ struct Block<false> {
             for (int j = 0; j < 4; j++)
 #pragma unroll
                 for (int p = 0; p < 4; p++)
-                    f(warp / 2 * 32 + i * 16 + g + p / 2 * 8, warp % 2 * 32 + j * 8 + 2 * t + p % 2, c[i][j][p]);
+                    f(warp / 2 * 32 + i * 16 + g + p / 2 * 8, warp % 2 * 32 + j * 8 + 2 * t + p % 2,
+                      c[i][j][p]);
     }
 };
 
 // bias: (N), or null; place: of the result, (rows, columns) of a sample being those of C.
-extern "C" __global__ void __launch_bounds__(128) linear(const A_T* a, const B_T* b, const float* bias, C_T* c, int M, int N,
-                                                         int K, long long a_row, long long a_k, long long b_k,
-                                                         long long b_column, long long c_row, const Place place) {
+extern "C" __global__ void __launch_bounds__(128)
+    linear(const A_T* a, const B_T* b, const float* bias, C_T* c, int M, int N, int K, long long a_row,
+           long long a_k, long long b_k, long long b_column, long long c_row, const Place place) {
     __shared__ float sa[tile][depth + 1], sb[depth][tile + 1];
     const long long row0 = (long long)blockIdx.x * tile, column0 = (long long)blockIdx.y * tile;
     Block<product_linear::sequential> block;
@@ -101,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(128) linear(const A_T* a, const B_T
         }
         for (int i = threadIdx.x; i < tile * depth; i += 128) {
             const int k = B_ROWS ? i / tile : i % depth, n = B_ROWS ? i % tile : i / depth;
-            sb[k][n] = column0 + n < N && k0 + k < K ? value(b[(k0 + k) * b_k + (column0 + n) * b_column]) : 0.f;
+            sb[k][n] =
+                column0 + n < N && k0 + k < K ? value(b[(k0 + k) * b_k + (column0 + n) * b_column]) : 0.f;
         }
         __syncthreads();
         block.multiply(sa, sb, K - k0 < depth ? K - k0 : depth);
@@ -120,8 +124,9 @@ extern "C" __global__ void __launch_bounds__(128) linear(const A_T* a, const B_T
 
 // y = rnd(c + bias): what is left to do where cuBLAS gives fp32. bias: (columns), for BIAS. y may be c.
 #ifdef FINISH_KERNEL
-extern "C" __global__ void __launch_bounds__(256) linear_finish(const float* c, const float* bias, Y_T* y, int columns,
-                                                                long long c_row, long long y_row, const Place place) {
+extern "C" __global__ void __launch_bounds__(256)
+    linear_finish(const float* c, const float* bias, Y_T* y, int columns, long long c_row, long long y_row,
+                  const Place place) {
     const long long row = blockIdx.x;
     for (int col = 4 * threadIdx.x; col < columns; col += 4 * blockDim.x) {
         float4 v = load4<WHOLE>(c + row * c_row, col, columns);

@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(256) block_sums(const float* x, flo
 
 // The sum of a row of n, by one block, over a divisor.
 #ifdef ROW_SUM
-extern "C" __global__ void __launch_bounds__(THREADS) row_sum(const float* x, float* sum, long long n, float divisor) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    row_sum(const float* x, float* sum, long long n, float divisor) {
     __shared__ float shared[32];
     Sums mine;
     for (long long i = 4 * threadIdx.x; i < n; i += 4 * THREADS) mine.add(load4_flat(x, i, n));
@@ -29,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_sum(const float* x, fl
 }
 #endif
 
-// Sums of columns over 16 rows each: (rows, columns) -> (chunks, columns). A thread takes four columns of a chunk.
-// WHOLE: columns and row starts are multiples of four.
+// Sums of columns over 16 rows each: (rows, columns) -> (chunks, columns). A thread takes four columns of a
+// chunk. WHOLE: columns and row starts are multiples of four.
 #ifdef COLUMN_CHUNKS
-extern "C" __global__ void __launch_bounds__(256) column_chunks(const X_T* x, float* sums, long long rows, long long stride,
-                                                                int columns, long long count) {
+extern "C" __global__ void __launch_bounds__(256)
+    column_chunks(const X_T* x, float* sums, long long rows, long long stride, int columns, long long count) {
     const long long i = blockIdx.x * 256LL + threadIdx.x;
     if (i >= count) return;
     const int fours = (columns + 3) / 4, col = int(i % fours) * 4;
@@ -52,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(256) column_chunks(const X_T* x, fl
 
 // The chunks' sums, joined: (chunks, columns) -> (columns), rounded. A block takes 32 columns.
 #ifdef COLUMN_JOIN
-extern "C" __global__ void __launch_bounds__(1024) column_join(const float* sums, Y_T* y, int chunks, int columns,
-                                                               const Place place) {
+extern "C" __global__ void __launch_bounds__(1024)
+    column_join(const float* sums, Y_T* y, int chunks, int columns, const Place place) {
     __shared__ float shared[32][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int col = blockIdx.x * 32 + lane;

@@ -16,8 +16,8 @@ inline float warp_sum(float x) {
     return x;
 }
 
-// The sum over a block: within each warp, then over the warps likewise. In every thread. `shared` holds a float a
-// warp; it may be used again after the next barrier.
+// The sum over a block: within each warp, then over the warps likewise. In every thread. `shared` holds a
+// float a warp; it may be used again after the next barrier.
 template <int Threads>
 inline float block_sum(float x, float* shared) {
     constexpr int warps = Threads / 32;

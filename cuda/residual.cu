@@ -1,9 +1,10 @@
-// The residual stream: y = x + branch at a site (cuflash/residual.py). Compiled with ROUNDED, X_T, BRANCH_T, Y_T.
+// The residual stream: y = x + branch at a site (cuflash/residual.py). Compiled with ROUNDED, X_T, BRANCH_T,
+// Y_T.
 
 #include "rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) residual(const X_T* x, const BRANCH_T* branch, Y_T* y, long long size,
-                                                           const Place place) {
+extern "C" __global__ void __launch_bounds__(256)
+    residual(const X_T* x, const BRANCH_T* branch, Y_T* y, long long size, const Place place) {
     FOR_BLOCKS(size) {
         float4 v[thread_fours];
         FOR_FOURS(j, i) v[j] = load4_flat(x, i, size) + load4_flat(branch, i, size);

@@ -2,7 +2,8 @@
 
 #include "rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) round_site(const X_T* x, Y_T* y, long long size, const Place place) {
+extern "C" __global__ void __launch_bounds__(256)
+    round_site(const X_T* x, Y_T* y, long long size, const Place place) {
     FOR_BLOCKS(size) {
         float4 v[thread_fours];
         FOR_FOURS(j, i) v[j] = load4_flat(x, i, size);

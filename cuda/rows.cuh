@@ -3,7 +3,8 @@
 
 #include "dtypes.cuh"
 
-// Where arrays lie in the network, for modes that draw random words: a (layer, module) for each of a kernel's sites.
+// Where arrays lie in the network, for modes that draw random words: a (layer, module) for each of a kernel's
+// sites.
 struct Place {
     unsigned seed_low, seed_high, step, sample;
     unsigned layer[3], module[3];
@@ -11,8 +12,14 @@ struct Place {
 
     At at(int site, long long row, int col) const {
         const long long n = row / rows;
-        return {make_uint2(seed_low, seed_high), step, layer[site], sample + unsigned(n), module[site],
-                unsigned(row - n * rows), unsigned(col), 0};
+        return {make_uint2(seed_low, seed_high),
+                step,
+                layer[site],
+                sample + unsigned(n),
+                module[site],
+                unsigned(row - n * rows),
+                unsigned(col),
+                0};
     }
 };
 
@@ -39,7 +46,8 @@ inline void store_four(fp16* to, float4 x) {
     *reinterpret_cast<uint2*>(to) = make_uint2(pack<Operand::fp16>(x.x, x.y), pack<Operand::fp16>(x.z, x.w));
 }
 
-// Elements i … i + 3 of `size`; zeros past the end. Whole: `size` is a multiple of four and x aligned to four elements.
+// Elements i … i + 3 of `size`; zeros past the end. Whole: `size` is a multiple of four and x aligned to four
+// elements.
 template <bool Whole, class T>
 inline float4 load4(const T* x, long long i, long long size) {
     if constexpr (Whole) return i < size ? load_four(x + i) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -74,8 +82,10 @@ __noinline__ float rnd_call(float x, At at) {
 
 template <class S>
 inline float rnd_one(float x, const At& at) {
-    if constexpr (is_keyed<S>) return rnd_call<S>(x, at);
-    else return rnd<S>(x, at);
+    if constexpr (is_keyed<S>)
+        return rnd_call<S>(x, at);
+    else
+        return rnd<S>(x, at);
 }
 
 // Four neighbours of a row.
@@ -88,16 +98,25 @@ inline float4 rnd4(float4 x, const At& at) {
 // Elements i … i + 3 of an array, whose rows may end between them.
 template <class S>
 inline float4 rnd4(float4 x, const Place& place, int site, long long i) {
-    const auto at = [&](int j) { return place.at(site, (i + j) / place.columns, int((i + j) % place.columns)); };
-    return make_float4(rnd_one<S>(x.x, at(0)), rnd_one<S>(x.y, at(1)), rnd_one<S>(x.z, at(2)), rnd_one<S>(x.w, at(3)));
+    const auto at = [&](int j) {
+        return place.at(site, (i + j) / place.columns, int((i + j) % place.columns));
+    };
+    return make_float4(rnd_one<S>(x.x, at(0)), rnd_one<S>(x.y, at(1)), rnd_one<S>(x.z, at(2)),
+                       rnd_one<S>(x.w, at(3)));
 }
 
 // ---- arithmetic
 
-inline float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-inline float4 operator*(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
+inline float4 operator+(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+inline float4 operator*(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
 inline float4 operator*(float4 a, float b) { return make_float4(a.x * b, a.y * b, a.z * b, a.w * b); }
-inline float4 operator-(float4 a, float4 b) { return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w); }
+inline float4 operator-(float4 a, float4 b) {
+    return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
+}
 inline float4 operator-(float4 a, float b) { return make_float4(a.x - b, a.y - b, a.z - b, a.w - b); }
 
 // ---- elementwise kernels
@@ -110,8 +129,10 @@ inline float4 load4_flat(const T* x, long long i, long long size) {
 
 template <class T>
 inline void store4_flat(T* x, long long i, long long size, float4 v) {
-    if (i + 4 <= size) store_four(x + i, v);
-    else store4<false>(x, i, size, v);
+    if (i + 4 <= size)
+        store_four(x + i, v);
+    else
+        store4<false>(x, i, size, v);
 }
 
 // A thread loads its fours of a turn before it stores one, so that enough loads are under way.
@@ -124,5 +145,6 @@ constexpr long long block_elements = 4 * block_threads * thread_fours;
 
 #define FOR_BLOCKS(size) \
     for (long long block = blockIdx.x * block_elements; block < size; block += gridDim.x * block_elements)
-#define FOR_FOURS(j, i) \
-    _Pragma("unroll") for (long long j = 0, i = block + 4 * threadIdx.x; j < thread_fours; j++, i += 4 * block_threads)
+#define FOR_FOURS(j, i)                                                                    \
+    _Pragma("unroll") for (long long j = 0, i = block + 4 * threadIdx.x; j < thread_fours; \
+                           j++, i += 4 * block_threads)

@@ -11,9 +11,9 @@ from cuflash.linear import round_weight
 from cuflash.sites import Rounder
 
 
-def adamw_update(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, rnd: Rounder, *, step: int, lr: float,
-                 beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_decay: float = 0.0,
-                 clip: float = 1.0) -> None:
+def adamw_update(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, rnd: Rounder, *, step: int,
+                 lr: float, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8,
+                 weight_decay: float = 0.0, clip: float = 1.0) -> None:
     """One update of a parameter, in place.
 
     g ← clip·g; w ← w·(1 − lr·λ); m ← m + (g − m)·(1 − β₁); v ← v·β₂ + (g·g)·(1 − β₂);
@@ -53,8 +53,8 @@ def adamw_update(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, rnd
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 _SITES = ("grad", "adam.m", "adam.v", "weight")
-_TENSOR = np.dtype([("begin", "i8"), ("size", "i8"), *((name, "u4") for name in ("rows", "columns", "layer", "module")),
-                    ("decays", "i4")], align=True)
+_TENSOR = np.dtype([("begin", "i8"), ("size", "i8"), ("rows", "u4"), ("columns", "u4"), ("layer", "u4"),
+                    ("module", "u4"), ("decays", "i4")], align=True)
 
 
 class AdamWCuda:
@@ -66,7 +66,8 @@ class AdamWCuda:
         decays: whether weight decay acts on a parameter, by its name.
     """
 
-    def __init__(self, w: Flat, m: Flat, v: Flat, rounder: Callable[[str], Rounder], decays: Callable[[str], bool]) -> None:
+    def __init__(self, w: Flat, m: Flat, v: Flat, rounder: Callable[[str], Rounder],
+                 decays: Callable[[str], bool]) -> None:
         import cupy
         self.w, self.m, self.v, self.rounder = w, m, v, rounder
         tensors = np.zeros(len(w.arrays), _TENSOR)
@@ -74,7 +75,8 @@ class AdamWCuda:
         groups: dict[tuple, list[int]] = {}
         for i, (name, x) in enumerate(w.arrays.items()):
             begin, rnd = w.begins[name], rounder(name)
-            tensors[i] = (begin, x.size, x.size // x.shape[-1], x.shape[-1], rnd.layer, int(rnd.heads[0]), decays(name))
+            tensors[i] = (begin, x.size, x.size // x.shape[-1], x.shape[-1], rnd.layer, int(rnd.heads[0]),
+                          decays(name))
             blocks = range(begin // BLOCK, -(-(begin + x.size) // BLOCK))
             tensor_of[blocks.start:blocks.stop] = i
             groups.setdefault(tuple((site, launch.checked(rnd, site)) for site in _SITES), []).extend(blocks)
@@ -85,8 +87,8 @@ class AdamWCuda:
     def scalars(*, step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8,
                 weight_decay: float = 0.0) -> np.ndarray:
         """What `adamw_update` computes of these numbers before it looks at an array: (7,) fp32."""
-        return np.array([1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step), eps,
-                         lr / (1 - beta1 ** step)]).astype(np.float32)
+        return np.array([1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step),
+                         eps, lr / (1 - beta1 ** step)]).astype(np.float32)
 
     def update(self, g: Flat, clip: Any, failed: Any, scalars: Any) -> None:
         """One update.
@@ -98,5 +100,5 @@ class AdamWCuda:
         place = launch.place((1, 1), self.rounder(next(iter(self.w.arrays))), sample=0)
         for sites, blocks in self.groups:
             launch.run("adamw", "adamw", blocks.size, 256,
-                       (self.w.buffer, g.buffer, self.m.buffer, self.v.buffer, blocks, self.tensor_of, self.tensors, clip,
-                        failed, scalars, place), {}, sites)
+                       (self.w.buffer, g.buffer, self.m.buffer, self.v.buffer, blocks, self.tensor_of,
+                        self.tensors, clip, failed, scalars, place), {}, sites)

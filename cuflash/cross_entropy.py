@@ -54,7 +54,7 @@ def cross_entropy_backward(saved: Saved, shape: tuple[int, ...], scale: float, r
 
 def cross_entropy(logits: np.ndarray, targets: np.ndarray, scale: float, fwd: Rounder,
                   bwd: Rounder) -> tuple[float, np.ndarray]:
-    """Loss and gradient of the logits: forward and backward, on a GPU in one kernel that reads the logits once.
+    """Loss and gradient of the logits: forward and backward, on a GPU by one kernel that reads them once.
 
     The memory of the logits is reused for the gradient where their dtypes allow.
     """
@@ -104,10 +104,12 @@ def _run(logits: Any, targets: Any, dlogits: Any, scale: float, rnd: Rounder, *,
         statistics = launch.empty((rows, 2))
     shared = -(-V // 8) * 8 * z.itemsize
     staged = loss and shared + 512 <= _shared_limit()
-    aligned = all(x.data.ptr % 16 == 0 and stride * x.itemsize % 16 == 0 for x, stride in ((z, z_stride), (dz, dz_stride)))
+    aligned = all(x.data.ptr % 16 == 0 and stride * x.itemsize % 16 == 0
+                  for x, stride in ((z, z_stride), (dz, dz_stride)))
     site = ("loss.dlogits", launch.rounding(rnd, "loss.dlogits"))
     launch.run("cross_entropy", "cross_entropy", rows, threads,
-               (z, np.int64(z_stride), targets, statistics if losses is None else losses, statistics, dz, np.int64(dz_stride),
+               (z, np.int64(z_stride), targets, statistics if losses is None else losses, statistics, dz,
+                np.int64(dz_stride),
                 np.float32(scale), launch.place(logits.shape, rnd)),
                {"WIDTH": V, "THREADS": threads, "STAGED": staged, "ALIGNED": aligned, "LOSS": loss,
                 "GRADIENT": dlogits is not None, "Z_T": launch.c_type(z), "DZ_T": launch.c_type(dz)}, (site,),

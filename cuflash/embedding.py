@@ -24,7 +24,8 @@ def embedding_forward(idx: np.ndarray, wte: np.ndarray, wpe: np.ndarray, rnd: Ro
     return rnd("embed", wte[idx] + wpe[:idx.shape[1]])
 
 
-def embedding_backward(dy: np.ndarray, idx: np.ndarray, vocab_size: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def embedding_backward(dy: np.ndarray, idx: np.ndarray, vocab_size: int,
+                       block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Gradients of both embeddings: dwte (vocab_size, C), dwpe (block_size, C).
 
     Order: each row of dwte sums its tokens' dy from +0 within a sample, positions ascending, then these sums
@@ -52,8 +53,10 @@ def _forward_cuda(idx: Any, wte: Any, wpe: Any, rnd: Rounder) -> Any:
     idx = launch.indices(idx)
     shape = (*idx.shape, wte.shape[1])
     y = launch.result(shape, rnd, "embed")
-    launch.run("embedding", "embedding_forward", idx.size, _threads(shape[2]), (idx, wte, wpe, y, launch.place(shape, rnd)),
-               {"FORWARD": True, "Y_T": launch.c_type(y), **_defines(shape[2])}, (("embed", launch.rounding(rnd, "embed")),))
+    launch.run("embedding", "embedding_forward", idx.size, _threads(shape[2]),
+               (idx, wte, wpe, y, launch.place(shape, rnd)),
+               {"FORWARD": True, "Y_T": launch.c_type(y), **_defines(shape[2])},
+               (("embed", launch.rounding(rnd, "embed")),))
     return launch.shown(rnd, "embed", y)
 
 
@@ -67,10 +70,12 @@ def _backward_cuda(dy: Any, idx: Any, vocab_size: int, block_size: int) -> tuple
     sums, dwte, dwpe = launch.empty((B * T, C)), launch.empty((vocab_size, C)), launch.empty((block_size, C))
     length, samples = np.int32(T), np.int32(B)
     launch.run("embedding", "embedding_links", B, 1024, (idx, next_, first, length), defines)
-    launch.run("embedding", "embedding_sums", B * T, _threads(C), (idx, next_, first, dy, sums, length, samples), defines)
+    launch.run("embedding", "embedding_sums", B * T, _threads(C),
+               (idx, next_, first, dy, sums, length, samples), defines)
     launch.run("embedding", "embedding_tokens", -(-vocab_size // 8), 256,
                (first, sums, dwte, length, samples, np.int32(vocab_size)), defines)
-    launch.run("embedding", "embedding_positions", block_size, _threads(C), (dy, dwpe, length, samples), defines)
+    launch.run("embedding", "embedding_positions", block_size, _threads(C), (dy, dwpe, length, samples),
+               defines)
     return dwte, dwpe
 
 

@@ -27,8 +27,9 @@ class Flat:
             self.begins[name] = end
             end += -(-math.prod(shape) // BLOCK) * BLOCK
         self.buffer = cupy.zeros(end, np.float32)
-        self.arrays: dict[str, Any] = {
-            name: self.buffer[begin:begin + math.prod(shapes[name])].reshape(shapes[name]) for name, begin in self.begins.items()}
+        self.arrays: dict[str, Any] = {}
+        for name, begin in self.begins.items():
+            self.arrays[name] = self.buffer[begin:begin + math.prod(shapes[name])].reshape(shapes[name])
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> "Flat":

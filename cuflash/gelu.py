@@ -60,7 +60,8 @@ def _apply(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, x_format
 @functools.cache
 def _table(function: Callable[[np.ndarray], np.ndarray], x_format: str) -> np.ndarray:
     """The function at all 65,536 values of a 16-bit format, indexed by their bits."""
-    return _apply(function, np.arange(1 << 16, dtype=np.uint16).view(STORAGE[x_format]).astype(np.float32), "fp32")
+    return _apply(function, np.arange(1 << 16, dtype=np.uint16).view(STORAGE[x_format]).astype(np.float32),
+                  "fp32")
 
 
 def _exp(x: np.ndarray) -> np.ndarray:
@@ -79,16 +80,20 @@ _erf64 = np.frompyfunc(math.erf, 1, 1)  # NumPy has no erf
 def _forward_cuda(x: Any, rnd: Rounder) -> Any:
     x = launch.flat(x)
     y = launch.result(x.shape, rnd, "gelu.y")
-    launch.run("gelu", "gelu_forward", _blocks(x.size), 1024, (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
-               {"X_T": launch.c_type(x), "Y_T": launch.c_type(y)}, (("gelu.y", launch.rounding(rnd, "gelu.y")),))
+    launch.run("gelu", "gelu_forward", _blocks(x.size), 1024,
+               (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
+               {"X_T": launch.c_type(x), "Y_T": launch.c_type(y)},
+               (("gelu.y", launch.rounding(rnd, "gelu.y")),))
     return launch.shown(rnd, "gelu.y", y)
 
 
 def _backward_cuda(dy: Any, x: Any, rnd: Rounder) -> Any:
     dy, x = launch.flat(dy), launch.flat(x)
     dx = launch.result(x.shape, rnd, "gelu.dx")
-    launch.run("gelu", "gelu_backward", _blocks(x.size), 1024, (dy, x, dx, np.int64(x.size), launch.place(x.shape, rnd)),
-               {"BACKWARD": True, "DY_T": launch.c_type(dy), "X_T": launch.c_type(x), "DX_T": launch.c_type(dx)},
+    launch.run("gelu", "gelu_backward", _blocks(x.size), 1024,
+               (dy, x, dx, np.int64(x.size), launch.place(x.shape, rnd)),
+               {"BACKWARD": True, "DY_T": launch.c_type(dy), "X_T": launch.c_type(x),
+                "DX_T": launch.c_type(dx)},
                (("gelu.dx", launch.rounding(rnd, "gelu.dx")),))
     return launch.shown(rnd, "gelu.dx", dx)
 

@@ -24,7 +24,7 @@ def clip_factor(norm: float, grad_clip: float) -> float:
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 def grad_norm_cuda(gradients: Any, grad_clip: float, losses: Any, failed: Any, step: Any) -> tuple[Any, Any]:
-    """`grad_norm` and `clip_factor` on the device, of gradients that lie in one buffer: (norm, factor), no axes.
+    """`grad_norm` and `clip_factor` on the device, of gradients in one buffer: (norm, factor), no axes.
 
     Args:
         gradients: fp32, each array padded with zeros to a multiple of 8192 elements (`flat.Flat.buffer`).
@@ -36,5 +36,6 @@ def grad_norm_cuda(gradients: Any, grad_clip: float, losses: Any, failed: Any, s
     norm, factor = launch.empty(()), launch.empty(())
     threads = row_threads(sums.size)
     launch.run("grad_norm", "grad_norm", 1, threads,
-               (sums, np.int64(sums.size), np.float64(grad_clip), norm, factor, losses, np.int32(losses.size), failed, step), {"THREADS": threads})
+               (sums, np.int64(sums.size), np.float64(grad_clip), norm, factor, losses,
+                np.int32(losses.size), failed, step), {"THREADS": threads})
     return norm, factor

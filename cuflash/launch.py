@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "fp16"}
 BLOCK_ELEMENTS = 4096  # of an elementwise kernel (cuda/rows.cuh)
 
-# struct Place of cuda/rows.cuh: seed, step, sample; layers and modules of up to three sites; rows and columns.
+# struct Place of cuda/rows.cuh: seed, step, sample; layers and modules of up to three sites; rows and
+# columns.
 _PLACE = Struct("12I")
 NOWHERE = np.zeros(48, np.uint8).view("V48")  # for kernels that round nothing
 
@@ -53,7 +54,8 @@ def _c_type(dtype: np.dtype) -> str:
         TypeError: the kernels have none for it.
     """
     if dtype.name not in C_TYPES:
-        raise TypeError(f"the network's kernels take {', '.join(C_TYPES)}, got {dtype.name}: cast it, as by .astype('float32')")
+        raise TypeError(f"the network's kernels take {', '.join(C_TYPES)}, got {dtype.name}: cast it, as by "
+                        ".astype('float32')")
     return C_TYPES[dtype.name]
 
 
@@ -95,14 +97,16 @@ def shown(rnd: "Rounder", site: str, y: Any) -> Any:
 
 
 def place(shape: Sequence[int], *rnds: "Rounder", sample: int | None = None) -> np.ndarray:
-    """Where an array of this shape lies at a kernel's sites, one Rounder or three; `sample` in place of the Rounder's."""
+    """Where an array of this shape lies at a kernel's sites, one Rounder or three; `sample` in place of the
+    Rounder's."""
     rnd = rnds[0]
     seed, step = (rnd.key.seed, rnd.key.step) if rnd.key else (0, 0)
     if sample is None:
         sample = int(rnd.samples[0]) if len(rnd.samples) else 0
     a, b, c = rnds if len(rnds) == 3 else (rnd, rnd, rnd)
     rows = shape[-2] if len(shape) > 1 else 1
-    packed = _PLACE.pack(seed & 0xFFFFFFFF, seed >> 32, step, sample, a.layer, b.layer, c.layer, a.heads[0], b.heads[0],
+    packed = _PLACE.pack(seed & 0xFFFFFFFF, seed >> 32, step, sample, a.layer, b.layer, c.layer, a.heads[0],
+                         b.heads[0],
                          c.heads[0], rows or 1, shape[-1] or 1)
     return np.frombuffer(packed, "V48")
 

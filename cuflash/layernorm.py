@@ -128,9 +128,10 @@ def _forward_cuda(x: Any, branch: Any, w: Any, b: Any, rnd_residual: Rounder, rn
     types = {"X_T": x, "BRANCH_T": x if branch is None else branch, "STREAM_T": stream, "Y_T": y}
     threads = row_threads(C)
     launch.run("layernorm", "layernorm_forward", max(1, min(rows, 32 * launch.multiprocessors())), threads,
-               (x, branch if branch is not None else x, stream, w, b if b is not None else w, y, statistics, np.int64(rows),
-                launch.place(x.shape, rnd_residual, rnd, operand or rnd)),
-               {"FORWARD": True, **defines, **{name: launch.c_type(a) for name, a in types.items()}}, tuple(sites))
+               (x, branch if branch is not None else x, stream, w, b if b is not None else w, y, statistics,
+                np.int64(rows), launch.place(x.shape, rnd_residual, rnd, operand or rnd)),
+               {"FORWARD": True, **defines, **{name: launch.c_type(a) for name, a in types.items()}},
+               tuple(sites))
     return stream, launch.shown(rnd, "ln.y", y), (stream, statistics, w)
 
 
@@ -151,15 +152,18 @@ def _backward_cuda(dy: Any, saved: Any, dstream: Any, rnd: Rounder, operand: Rou
         sites.append(("linear.dy", rounding))
         as_operand = launch.empty(x.shape, launch.storage(rounding.format))
     defines = _defines(C, bias=bias, residual=dstream is not None, operand=as_operand is not dx)
-    types = {"DY_T": dy, "X_T": x, "DSTREAM_T": dx if dstream is None else dstream, "DX_T": dx, "DOPERAND_T": as_operand}
+    types = {"DY_T": dy, "X_T": x, "DSTREAM_T": dx if dstream is None else dstream, "DX_T": dx,
+             "DOPERAND_T": as_operand}
     chunks = max(1, -(-rows // CHUNK_ROWS))
     dw, db = (launch.empty((chunks, C)) if wanted else None for wanted in (True, bias))
     launch.run("layernorm", "layernorm_backward", chunks, row_threads(C),
-               (dy, x, statistics, w, dx if dstream is None else dstream, dx, as_operand, dw, dw if db is None else db,
-                np.int64(rows), launch.place(x.shape, rnd, rnd, operand or rnd)),
+               (dy, x, statistics, w, dx if dstream is None else dstream, dx, as_operand, dw,
+                dw if db is None else db, np.int64(rows), launch.place(x.shape, rnd, rnd, operand or rnd)),
                {**defines, **{name: launch.c_type(a) for name, a in types.items()}}, tuple(sites))
-    return (launch.shown(rnd, site, dx), as_operand, join_chunks_cuda(dw), join_chunks_cuda(db) if bias else None)
+    return (launch.shown(rnd, site, dx), as_operand, join_chunks_cuda(dw),
+            join_chunks_cuda(db) if bias else None)
 
 
 def _defines(C: int, *, bias: bool, residual: bool, operand: bool) -> dict[str, object]:
-    return {"WIDTH": C, "THREADS": row_threads(C), "WHOLE": C % 4 == 0, "BIAS": bias, "RESIDUAL": residual, "OPERAND": operand}
+    return {"WIDTH": C, "THREADS": row_threads(C), "WHOLE": C % 4 == 0, "BIAS": bias, "RESIDUAL": residual,
+            "OPERAND": operand}

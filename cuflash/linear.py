@@ -30,7 +30,8 @@ def linear_forward(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, rnd: Roun
     if launch.on_gpu(x):
         return _forward_cuda(x, w, b, rnd, y_site)
     x = rnd("linear.x", x)
-    y = _dot(_rows(x), round_weight(rnd, "linear.w", w).T, rnd, rnd.format("linear.x"), rnd.format("linear.w"))
+    y = _dot(_rows(x), round_weight(rnd, "linear.w", w).T, rnd, rnd.format("linear.x"),
+             rnd.format("linear.w"))
     if b is not None:
         y += round_weight(rnd, "linear.w", b)
     return rnd(y_site, y.reshape(*x.shape[:-1], len(w))), (x, rnd.format("linear.x"))
@@ -53,7 +54,8 @@ def linear_backward(dy: np.ndarray, saved: Saved, w: np.ndarray, rnd: Rounder, *
     x, x_format = saved
     dy = rnd("linear.dy", dy)
     dy_format = rnd.format("linear.dy")
-    dx = _dot(_rows(dy), round_weight(rnd, "linear.w", w), rnd, dy_format, rnd.format("linear.w")).reshape(x.shape)
+    dx = _dot(_rows(dy), round_weight(rnd, "linear.w", w), rnd, dy_format,
+              rnd.format("linear.w")).reshape(x.shape)
     dw = _dot(_rows(dy).T, _rows(x), rnd, dy_format, x_format)
     first = rnd.samples[0]
     db = round_weight(rnd, "linear.dw", column_sum(dy), first) if bias else None
@@ -88,8 +90,8 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-# `library` is cuBLAS, which sums products of 16-bit operands in fp32 and rounds the sum once to a 16-bit result. The
-# bit-defined accumulators run cuda/linear.cu.
+# `library` is cuBLAS, which sums products of 16-bit operands in fp32 and rounds the sum once to a 16-bit
+# result. The bit-defined accumulators run cuda/linear.cu.
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t: a split of k is summed in fp32 too
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -108,18 +110,20 @@ def _backward_cuda(dy: Any, saved: Saved, w: Any, rnd: Rounder, bias: bool) -> t
     x, x_format = saved
     dy = rnd("linear.dy", dy)
     rows, dy_format, first = _rows(dy), rnd.format("linear.dy"), int(rnd.samples[0])
-    dx = _product_cuda(rows, round_weight(rnd, "linear.w", w), (dy_format, rnd.format("linear.w")), rnd, "linear.dx", x.shape)
+    dx = _product_cuda(rows, round_weight(rnd, "linear.w", w), (dy_format, rnd.format("linear.w")), rnd,
+                       "linear.dx", x.shape)
     dw = _product_cuda(rows.T, _rows(x), (dy_format, x_format), rnd, "linear.dw", w.shape, sample=first)
     db = None
     if bias:
-        db = column_sum_cuda(dy, "linear.dw", launch.rounding(rnd, "linear.dw"), launch.place((1, len(w)), rnd, sample=first))
+        db = column_sum_cuda(dy, "linear.dw", launch.rounding(rnd, "linear.dw"),
+                             launch.place((1, len(w)), rnd, sample=first))
     if rnd.watch is not None:
         dw, db = (g if g is None else round_weight(rnd, "linear.dw", g, first) for g in (dw, db))
     return launch.shown(rnd, "linear.dx", dx.reshape(x.shape)), dw, db
 
 
-def _product_cuda(a: Any, b: Any, formats: tuple[str, str], rnd: Rounder, site: str, shape: tuple[int, ...], *,
-                  bias: Any = None, sample: int | None = None) -> Any:
+def _product_cuda(a: Any, b: Any, formats: tuple[str, str], rnd: Rounder, site: str, shape: tuple[int, ...],
+                  *, bias: Any = None, sample: int | None = None) -> Any:
     """(M, K)·(K, N) + bias, rounded at a site: (M, N), its rows padded to 16 bytes.
 
     shape: of the result in the network, (samples, rows, N).
@@ -136,8 +140,9 @@ def _product_cuda(a: Any, b: Any, formats: tuple[str, str], rnd: Rounder, site: 
     launch.run("linear", "linear", (-(-len(a) // 64), -(-b.shape[1] // 64)), 128,
                (a, b, bias if bias is not None else np.uint64(0), c, np.int32(len(a)), np.int32(b.shape[1]),
                 np.int32(a.shape[1]), *map(np.int64, strides), np.int64(c.strides[0] // c.itemsize), place),
-               {"PRODUCT_KERNEL": True, "A_T": launch.c_type(a), "B_T": launch.c_type(b), "C_T": launch.c_type(c),
-                "A_ROWS": strides[1] == 1, "B_ROWS": strides[3] == 1, "ROUNDED": site.replace(".", "_")},
+               {"PRODUCT_KERNEL": True, "A_T": launch.c_type(a), "B_T": launch.c_type(b),
+                "C_T": launch.c_type(c), "A_ROWS": strides[1] == 1, "B_ROWS": strides[3] == 1,
+                "ROUNDED": site.replace(".", "_")},
                ((site, rounding),),
                products=f"PRODUCT(linear, {common.name})\n" if common else "SEQUENTIAL_PRODUCT(linear)\n")
     return c
@@ -156,16 +161,18 @@ def _library(a: Any, b: Any, common: Any, site: str, rounding: Rounding, place: 
     operand = launch.storage(common.name if common else "fp32")
     a, b = (launch.cast(x, operand) if x.dtype != operand else x for x in (a, b))
     (M, K), N = a.shape, b.shape[1]
-    # cuBLAS rounds its fp32 sum once; but where it also adds, it was seen to round before, so a bias is added here.
+    # cuBLAS rounds its fp32 sum once. Given a start value it erred by more, so a bias is added afterwards.
     directly = bias is None and (rounding.format == "fp32" or rounding.mode == "rne" and operand.itemsize == 2
                                  and operand == launch.storage(rounding.format))
     c = _padded(M, N, launch.storage(rounding.format) if directly else np.dtype(np.float32))
-    compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if common and common.name == "tf32" else cublas.CUBLAS_COMPUTE_32F
+    tf32 = common is not None and common.name == "tf32"
+    compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if tf32 else cublas.CUBLAS_COMPUTE_32F
     (b_op, ldb), (a_op, lda) = _order(b), _order(a)
     # It has columns first, so it is given Cᵀ = Bᵀ·Aᵀ.
-    cublas.gemmEx(_handle(runtime.getDevice()), b_op, a_op, N, M, K, _ONE.ctypes.data, b.data.ptr, types[b.dtype.name], ldb,
-                  a.data.ptr, types[a.dtype.name], lda, _ZERO.ctypes.data, c.data.ptr, types[c.dtype.name],
-                  c.strides[0] // c.itemsize, compute, cublas.CUBLAS_GEMM_DEFAULT)
+    cublas.gemmEx(_handle(runtime.getDevice()), b_op, a_op, N, M, K, _ONE.ctypes.data, b.data.ptr,
+                  types[b.dtype.name], ldb, a.data.ptr, types[a.dtype.name], lda, _ZERO.ctypes.data,
+                  c.data.ptr, types[c.dtype.name], c.strides[0] // c.itemsize, compute,
+                  cublas.CUBLAS_GEMM_DEFAULT)
     return c if directly else _finished(c, bias, site, rounding, place)
 
 
@@ -176,8 +183,8 @@ def _finished(c: Any, bias: Any, site: str, rounding: Rounding, place: np.ndarra
     launch.run("linear", "linear_finish", rows, min(256, -(-columns // 128) * 32),
                (c, c if bias is None else launch.cast(bias, np.dtype(np.float32)), y, np.int32(columns),
                 np.int64(c.strides[0] // c.itemsize), np.int64(y.strides[0] // y.itemsize), place),
-               {"FINISH_KERNEL": True, "BIAS": bias is not None, "Y_T": launch.c_type(y), "WHOLE": columns % 4 == 0,
-                "ROUNDED": site.replace(".", "_")}, ((site, rounding),))
+               {"FINISH_KERNEL": True, "BIAS": bias is not None, "Y_T": launch.c_type(y),
+                "WHOLE": columns % 4 == 0, "ROUNDED": site.replace(".", "_")}, ((site, rounding),))
     return y
 
 

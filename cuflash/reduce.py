@@ -22,7 +22,7 @@ BLOCK = 8192      # elements of a block in total_sum
 
 
 def row_threads(n: int) -> int:
-    """Threads that sum a row of n elements: a power of two from 32 on, so that each takes at most 32, but at most 1024."""
+    """Threads that sum a row of n: the fewest of 32, 64, … 1024 that leave each at most 32 elements."""
     threads = WARP
     while threads < MOST and threads * EACH < n:
         threads *= 2
@@ -57,7 +57,7 @@ def column_sum(x: np.ndarray) -> np.ndarray:
 
 
 def block_sums(x: np.ndarray) -> np.ndarray:
-    """Sums of each 8192 elements in C order, the last ones with zeros after them, by `row_sum`: one-dimensional."""
+    """Sums of each 8192 elements in C order, by `row_sum`, zeros after the last ones: one-dimensional."""
     return row_sum(_padded(x.reshape(-1), BLOCK, axis=0).reshape(-1, BLOCK))
 
 
@@ -98,7 +98,8 @@ def block_sums_cuda(x: Any, *, squares: bool = False) -> Any:
     """`block_sums` of an fp32 CuPy array, or of its squares."""
     x = launch.flat(x)
     sums = launch.empty(max(1, -(-x.size // BLOCK)))
-    launch.run("reduce", "block_sums", sums.size, 256, (x, sums, np.int64(x.size)), {"BLOCK_SUMS": True, "SQUARES": squares})
+    launch.run("reduce", "block_sums", sums.size, 256, (x, sums, np.int64(x.size)),
+               {"BLOCK_SUMS": True, "SQUARES": squares})
     return sums
 
 
@@ -111,7 +112,8 @@ def total_sum_cuda(x: Any, divisor: float = 1.0) -> Any:
     return total
 
 
-def column_sum_cuda(x: Any, site: str = "", rounding: Rounding = Rounding(), place: np.ndarray | None = None) -> Any:
+def column_sum_cuda(x: Any, site: str = "", rounding: Rounding = Rounding(),
+                    place: np.ndarray | None = None) -> Any:
     """`column_sum` of a CuPy array with a contiguous last axis, rounded at a site."""
     columns = x.shape[-1]
     x = x.reshape(-1, columns)
@@ -127,12 +129,14 @@ def column_sum_cuda(x: Any, site: str = "", rounding: Rounding = Rounding(), pla
     return join_chunks_cuda(sums, site, rounding, place)
 
 
-def join_chunks_cuda(sums: Any, site: str = "", rounding: Rounding = Rounding(), place: np.ndarray | None = None) -> Any:
+def join_chunks_cuda(sums: Any, site: str = "", rounding: Rounding = Rounding(),
+                     place: np.ndarray | None = None) -> Any:
     """The second half of `column_sum`: (chunks, columns) fp32 -> (columns)."""
     chunks, columns = sums.shape
     y = launch.empty(columns, launch.storage(rounding.format))
     launch.run("reduce", "column_join", -(-columns // 32), 1024,
                (sums, y, np.int32(chunks), np.int32(columns), launch.NOWHERE if place is None else place),
-               {"COLUMN_JOIN": True, "Y_T": launch.c_type(y), "ROUNDED": site.replace(".", "_") or "unrounded"},
+               {"COLUMN_JOIN": True, "Y_T": launch.c_type(y),
+                "ROUNDED": site.replace(".", "_") or "unrounded"},
                ((site, rounding),) if site else ())
     return y

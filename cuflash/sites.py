@@ -82,7 +82,8 @@ class Rounder:
         rows = start.get(axes[0], 0) + np.arange(shape[1] if len(axes) == 1 else shape[-2])
         cols = start.get(axes[1], 0) + np.arange(shape[-1]) if len(axes) == 2 else np.arange(1)
         key = Key(self.key.seed, self.key.step, self.layer, self.key.sample)
-        words = random_words(key, site=SITE_ID[site], heads=np.asarray(self.heads), samples=np.asarray(self.samples),
+        words = random_words(key, site=SITE_ID[site], heads=np.asarray(self.heads),
+                             samples=np.asarray(self.samples),
                              tile=0 if axes == "qk" else self.tile, rows=rows, cols=cols)
         return words.reshape(words.shape[0], *shape[1:]) if len(axes) == 2 else words[..., :1].reshape(shape)
 
@@ -90,7 +91,8 @@ class Rounder:
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 def _round_cuda(rnd: Rounder, site: str, x: Any) -> Any:
-    """A CuPy array (samples, rows, columns) at a site; x itself where its dtype says that it is in the format."""
+    """A CuPy array (samples, rows, columns) at a site; x itself where its dtype says that it is in the
+    format."""
     here = rnd.rounding(site)
     y = x
     if here.format != "fp32" and x.dtype != storage_dtype(here.format):
@@ -99,7 +101,8 @@ def _round_cuda(rnd: Rounder, site: str, x: Any) -> Any:
         name = site.replace(".", "_")
         launch.run("round", "round_site", launch.elementwise(x.size), 256,
                    (x, y, np.int64(x.size), launch.place(x.shape, rnd)),
-                   {"ROUNDED": name, "X_T": launch.c_type(x), "Y_T": launch.c_type(y)}, ((site, launch.checked(rnd, site)),))
+                   {"ROUNDED": name, "X_T": launch.c_type(x),
+                    "Y_T": launch.c_type(y)}, ((site, launch.checked(rnd, site)),))
     if rnd.watch is not None:
         rnd.watch(rnd, site, x.get().astype(np.float32), y.get().astype(np.float32))
     return y

@@ -17,8 +17,12 @@ from cuflash.embedding import embedding_backward, embedding_forward
 from cuflash.fixes import Fix, as_fix
 from cuflash.gelu import gelu_backward, gelu_forward
 from cuflash.launch import empty, indices, on_gpu, storage
-from cuflash.layernorm import (layernorm_backward, layernorm_forward, residual_layernorm_backward,
-                               residual_layernorm_forward)
+from cuflash.layernorm import (
+    layernorm_backward,
+    layernorm_forward,
+    residual_layernorm_backward,
+    residual_layernorm_forward,
+)
 from cuflash.linear import linear_backward, linear_forward
 from cuflash.philox import Key
 from cuflash.precision import Precision
@@ -58,7 +62,8 @@ class GPTConfig:
         """Every parameter's shape, in the order of the checkpoint."""
         C = self.n_embd
         shapes: dict[str, tuple[int, ...]] = {"wte": (self.vocab_size, C), "wpe": (self.block_size, C)}
-        linears = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+        linears = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C),
+                   "mlp.c_proj": (C, 4 * C)}
         for i in range(self.n_layer):
             for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
                 shapes[f"h.{i}.{name}.weight"] = linears.get(name, (C,))
@@ -111,20 +116,23 @@ class GPT:
         self.config, self.precision, self.fix, self.grad_out = config, precision, as_fix(fix), grad_out or {}
         self.dtype = np.float64 if precision.is_fp64 else np.float32
         self.gpu = on_gpu(params["wte"])
-        self.params = params if self.gpu else {name: p.astype(self.dtype, copy=False) for name, p in params.items()}
+        self.params = (params if self.gpu
+                       else {name: p.astype(self.dtype, copy=False) for name, p in params.items()})
         self.watch: Watch | None = None
         self._rounders: dict[tuple[str, int, str], Rounder] = {}
 
     # ---- forward
 
-    def forward(self, idx: np.ndarray, key: Key = Key(0), *, keep: bool = True) -> tuple[np.ndarray, tuple[Any, ...]]:
+    def forward(self, idx: np.ndarray, key: Key = Key(0), *,
+                keep: bool = True) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Logits (B, T, vocab_size) of tokens idx (B, T), and what backward needs.
 
-        key: seed, step and global index of the first sample, for stochastic rounding. keep: False where there is no
-        backward, so that nothing of a block outlives it.
+        key: seed, step and global index of the first sample, for stochastic rounding. keep: False where there
+        is no backward, so that nothing of a block outlives it.
         """
         idx = self._tokens(idx)
-        x = embedding_forward(idx, self.params["wte"], self.params["wpe"], self._rnd("fwd", key, idx, module="wte"))
+        x = embedding_forward(idx, self.params["wte"], self.params["wpe"],
+                              self._rnd("fwd", key, idx, module="wte"))
         h, norm = layernorm_forward(x, *self._weights("h.0.ln_1"), self._rnd("fwd", key, idx, 0, "ln_1"),
                                     operand=self._rnd("fwd", key, idx, 0, "c_attn"))
         blocks = []
@@ -134,24 +142,26 @@ class GPT:
                 blocks.append((norm, *saved))
             norm = after
             del saved
-        logits, head = linear_forward(h, self.params["wte"], None, self._rnd("fwd", key, idx, module="lm_head"),
-                                      y_site="logits")
+        logits, head = linear_forward(h, self.params["wte"], None,
+                                      self._rnd("fwd", key, idx, module="lm_head"), y_site="logits")
         return logits, (idx, key, blocks, norm, head)
 
     def _block_forward(self, x: np.ndarray, h: np.ndarray, idx: np.ndarray, i: int,
                        key: Key) -> tuple[np.ndarray, np.ndarray, Any, tuple[Any, ...]]:
-        """From the stream x and its ln_1 h to those of the next block: (x, h, what h's backward needs, the block's)."""
+        """From the stream x and its ln_1 h to the next block's: (x, h, for h's backward, for the block's)."""
         def rnd(module: str, layer: int = i) -> Rounder:
             return self._rnd("fwd", key, idx, layer, module)
 
         qkv, c_attn = linear_forward(h, *self._weights(f"h.{i}.attn.c_attn"), rnd("c_attn"))
-        o, attn = flash_attention_forward(*self._split(qkv), causal=True, layout="bthd", precision=self.precision,
+        o, attn = flash_attention_forward(*self._split(qkv), causal=True, layout="bthd",
+                                          precision=self.precision,
                                           fix=self.fix, key=Key(key.seed, key.step, i, key.sample),
                                           watch=None if self.gpu else self.watch)
         self._show("fwd", "attn.o", i, key, o)
-        y, attn_proj = linear_forward(self._merge(o), *self._weights(f"h.{i}.attn.c_proj"), rnd("attn.c_proj"))
-        x, h, ln_2 = residual_layernorm_forward(x, y, *self._weights(f"h.{i}.ln_2"), rnd("attn.c_proj"), rnd("ln_2"),
-                                                operand=rnd("c_fc"))
+        y, attn_proj = linear_forward(self._merge(o), *self._weights(f"h.{i}.attn.c_proj"),
+                                      rnd("attn.c_proj"))
+        x, h, ln_2 = residual_layernorm_forward(x, y, *self._weights(f"h.{i}.ln_2"), rnd("attn.c_proj"),
+                                                rnd("ln_2"), operand=rnd("c_fc"))
         f, c_fc = linear_forward(h, *self._weights(f"h.{i}.mlp.c_fc"), rnd("c_fc"))
         f_format = rnd("c_fc").format("linear.y")
         h = gelu_forward(f, rnd("c_fc"), x_format=f_format)
@@ -159,7 +169,8 @@ class GPT:
         last = i == self.config.n_layer - 1
         name, *after = ("ln_f", rnd("ln_f", NO_LAYER), rnd("lm_head", NO_LAYER)) if last else (
             f"h.{i + 1}.ln_1", rnd("ln_1", i + 1), rnd("c_attn", i + 1))
-        x, h, norm = residual_layernorm_forward(x, y, *self._weights(name), rnd("mlp.c_proj"), after[0], operand=after[1])
+        x, h, norm = residual_layernorm_forward(x, y, *self._weights(name), rnd("mlp.c_proj"), after[0],
+                                                operand=after[1])
         return x, h, norm, (c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj)
 
     # ---- loss, backward
@@ -167,14 +178,15 @@ class GPT:
     def loss(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0)) -> float:
         """Mean cross-entropy in nats."""
         logits, _ = self.forward(idx, key, keep=False)
-        return float(cross_entropy_forward(logits, self._tokens(targets), self._rnd("fwd", key, idx, module="lm_head"))[0])
+        return float(cross_entropy_forward(logits, self._tokens(targets),
+                                           self._rnd("fwd", key, idx, module="lm_head"))[0])
 
-    def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *, grads: Params | None = None,
-                       n_micro: int = 1) -> tuple[float, Params, list[Any]]:
+    def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *,
+                       grads: Params | None = None, n_micro: int = 1) -> tuple[float, Params, list[Any]]:
         """Mean loss of a micro-batch, its gradients added to `grads`, and attention's counters by layer.
 
-        Gradients are those of the mean over n_micro such micro-batches. On a GPU nothing waits: the loss is an
-        array of no axes.
+        Gradients are those of the mean over n_micro such micro-batches. On a GPU nothing waits: the loss is
+        an array of no axes.
         """
         logits, (idx, _, blocks, ln_f, head) = self.forward(idx, key)
         stats = [saved[2].stats for saved in blocks]
@@ -186,7 +198,8 @@ class GPT:
         del logits
         dh, dwte, _ = linear_backward(dlogits, head, self.params["wte"], rnd, bias=False)
         del dlogits
-        dx, *dw = layernorm_backward(dh, ln_f, self._rnd("bwd", key, idx, module="ln_f"), bias=self.config.bias)
+        dx, *dw = layernorm_backward(dh, ln_f, self._rnd("bwd", key, idx, module="ln_f"),
+                                     bias=self.config.bias)
         self._add(grads, "ln_f", *dw)
         dy = dx
         for i in reversed(range(self.config.n_layer)):
@@ -196,21 +209,23 @@ class GPT:
             grads[name] = accumulate(grads.get(name), g, self.grad_out.get(name))
         return loss, grads, stats
 
-    def _block_backward(self, dx: np.ndarray, dy: np.ndarray, saved: tuple[Any, ...], idx: np.ndarray, i: int, key: Key,
-                        grads: Params) -> tuple[np.ndarray, np.ndarray]:
-        """From the gradient of the stream after the block to that before it, both also as operands of the next layer."""
+    def _block_backward(self, dx: np.ndarray, dy: np.ndarray, saved: tuple[Any, ...], idx: np.ndarray,
+                        i: int, key: Key, grads: Params) -> tuple[np.ndarray, np.ndarray]:
+        """From the stream's gradient after the block to that before it; each also as a layer's operand."""
         def rnd(module: str, layer: int = i) -> Rounder:
             return self._rnd("bwd", key, idx, layer, module)
 
         def linear(dy: np.ndarray, saved: Any, name: str) -> np.ndarray:
             module = _MODULE.get(name, name)
-            dx, *dw = linear_backward(dy, saved, self.params[f"h.{i}.{name}.weight"], rnd(module), bias=self.config.bias)
+            dx, *dw = linear_backward(dy, saved, self.params[f"h.{i}.{name}.weight"], rnd(module),
+                                      bias=self.config.bias)
             self._add(grads, f"h.{i}.{name}", *dw)
             return dx
 
         def layernorm(dx: np.ndarray, dh: np.ndarray, saved: Any, name: str,
                       operand: Rounder | None) -> tuple[np.ndarray, np.ndarray]:
-            dx, dy, *dw = residual_layernorm_backward(dx, dh, saved, rnd(name), bias=self.config.bias, operand=operand)
+            dx, dy, *dw = residual_layernorm_backward(dx, dh, saved, rnd(name), bias=self.config.bias,
+                                                      operand=operand)
             self._add(grads, f"h.{i}.{name}", *dw)
             return dx, dy
 
@@ -224,7 +239,8 @@ class GPT:
         flash_attention_backward(do, attn, out=self._split(dqkv), watch=None if self.gpu else self.watch)
         for site, d in zip(("attn.dq", "attn.dk", "attn.dv"), self._split(dqkv)):
             self._show("bwd", site, i, key, d)
-        return layernorm(dx, linear(dqkv, c_attn, "attn.c_attn"), ln_1, "ln_1", rnd("mlp.c_proj", i - 1) if i else None)
+        return layernorm(dx, linear(dqkv, c_attn, "attn.c_attn"), ln_1, "ln_1",
+                         rnd("mlp.c_proj", i - 1) if i else None)
 
     # ---- helpers
 
@@ -249,10 +265,12 @@ class GPT:
         if self.gpu and self.watch is not None:
             Rounder(self.precision, direction, layer, key=key, watch=self.watch)(site, x)
 
-    def _rnd(self, direction: str, key: Key, idx: Sequence[Any] | np.ndarray, layer: int = NO_LAYER, module: str = "") -> Rounder:
+    def _rnd(self, direction: str, key: Key, idx: Sequence[Any] | np.ndarray, layer: int = NO_LAYER,
+             module: str = "") -> Rounder:
         place = (direction, layer, module)
         if place not in self._rounders:
-            self._rounders[place] = Rounder(self.precision, direction, layer, module, heads=(_MODULE_ID[module],))
+            self._rounders[place] = Rounder(self.precision, direction, layer, module,
+                                            heads=(_MODULE_ID[module],))
         rnd = self._rounders[place]
         rnd.key, rnd.watch, rnd.samples = key, watched(self.watch), range(key.sample, key.sample + len(idx))
         return rnd

@@ -3,6 +3,9 @@ import math
 from typing import Any
 
 import numpy as np
+from cuflash.model.checkpoint import State
+from cuflash.model.config import TrainConfig
+from cuflash.model.gpt import GPT
 
 from cuflash import kernels
 from cuflash.adamw import AdamWCuda
@@ -10,9 +13,6 @@ from cuflash.fixes import as_fix
 from cuflash.flat import Flat
 from cuflash.grad_norm import grad_norm_cuda
 from cuflash.kernel_header import device_accumulator, precision_header
-from cuflash.model.checkpoint import State
-from cuflash.model.config import TrainConfig
-from cuflash.model.gpt import GPT
 from cuflash.philox import Key
 
 
@@ -28,7 +28,8 @@ def refusal(config: TrainConfig) -> str | None:
         return f"cuBLAS cannot be loaded ({error}): pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
     precision, head_dim = config.resolved_precision(), config.n_embd // config.n_head
     try:
-        accumulator = device_accumulator(precision, kernels.capability(kernels.import_cupy().cuda.runtime.getDevice()))
+        device = kernels.import_cupy().cuda.runtime.getDevice()
+        accumulator = device_accumulator(precision, kernels.capability(device))
         for direction in ("fwd", "bwd"):  # modes and fixes without a CUDA body say so here
             precision_header(precision, head_dim, direction, accumulator, as_fix(config.fix))
     except ValueError as error:
@@ -58,8 +59,8 @@ def device_name() -> str:
 class OnGpu:
     """Weights, moments and gradients in one buffer each, and a step that nothing waits for.
 
-    Takes the arrays of `state` over: they become views of the buffers. All that changes from step to step is uploaded
-    before it: tokens, the optimizer's numbers, the step's own.
+    Takes the arrays of `state` over: they become views of the buffers. All that changes from step to step is
+    uploaded before it: tokens, the optimizer's numbers, the step's own.
     """
 
     def __init__(self, config: TrainConfig, state: State) -> None:
@@ -80,8 +81,9 @@ class OnGpu:
         self._staging = [(_pinned(size + 8), cupy.cuda.Event(disable_timing=True)) for _ in range(3)]
         self._steps = 0
 
-    def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int, lr: float) -> tuple[Any, ...]:
-        """Queues a step: (losses of the micro-batches, norm, counters of each micro-batch's layers), on the GPU.
+    def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int,
+             lr: float) -> tuple[Any, ...]:
+        """Queues a step: losses of the micro-batches, norm, counters of each one's layers; all on the GPU.
 
         The update is left out where a loss or the norm is not finite, now or at a step before.
         """
@@ -105,8 +107,8 @@ class OnGpu:
         losses, rows = [], []
         for i in range(c.grad_accum):
             key = Key(c.seed, self.key.step, sample=i * c.batch_size)
-            loss, grads, stats = model.loss_and_grads(self._tokens[i, 0], self._tokens[i, 1], key, grads=grads,
-                                                      n_micro=c.grad_accum)
+            loss, grads, stats = model.loss_and_grads(self._tokens[i, 0], self._tokens[i, 1], key,
+                                                      grads=grads, n_micro=c.grad_accum)
             self.losses[i:i + 1].data.copy_from_device_async(loss.data, 4)
             losses.append(loss)
             rows.append(stats)
@@ -118,7 +120,7 @@ class OnGpu:
         return losses, norm, rows
 
     def take_failed(self) -> int:
-        """The first step whose loss or norm was not finite, 0 if none was; waits for the GPU, and forgets it."""
+        """The first step whose loss or norm was not finite, 0 if none; waits for the GPU and forgets it."""
         failed = int(self._failed.get()[0])
         self._failed.fill(0)
         return failed

@@ -46,7 +46,8 @@ def launched(request, monkeypatch):
     """The set of (source, function) that were compiled, in place of launched."""
     arch = kernels.newest_architecture() if request.param == "newest" else request.param
     cupy = kernels.import_cupy()
-    fakes = {"ndarray": DeviceArray, "empty": empty, "zeros": empty, "asarray": lambda x: np.asarray(x).view(DeviceArray),
+    fakes = {"ndarray": DeviceArray, "empty": empty, "zeros": empty,
+             "asarray": lambda x: np.asarray(x).view(DeviceArray),
              "ascontiguousarray": lambda x: np.ascontiguousarray(x).view(DeviceArray)}
     for name, fake in fakes.items():
         monkeypatch.setattr(cupy, name, fake)
@@ -56,7 +57,8 @@ def launched(request, monkeypatch):
         headers = launch._headers(sites, products)
         names = kernels.resources(source, arch, defines, headers)
         assert function in names
-        if names[function].spill_stores and arch in ("sm_80", "sm_90a") and not any(r.mode == "sr" for _, r in sites):
+        if names[function].spill_stores and arch in ("sm_80", "sm_90a") and not any(r.mode == "sr" for _,
+                                                                                    r in sites):
             spilled.append((source, function, dict(defines)))
         text = (kernels.source_dir() / f"{source}.cu").read_text()
         parameters = re.search(rf"\b{function}\(([^)]*)\)\s*{{", text)[1]
@@ -68,7 +70,8 @@ def launched(request, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda: 132)
     monkeypatch.setattr(cross_entropy, "_shared_limit", lambda: 227 << 10)
     monkeypatch.setattr(kernels, "capability", lambda device: 90)
-    monkeypatch.setattr(linear, "_library", lambda a, b, common, site, rounding, place, bias: linear._finished(
+    monkeypatch.setattr(linear, "_library", lambda a, b, common, site, rounding, place,
+                        bias: linear._finished(
         empty((len(a), b.shape[1])), bias, site, rounding, place))
     yield seen
     assert not spilled
@@ -79,11 +82,13 @@ def rounders(precision: str | Precision, samples: int = 2) -> tuple[Rounder, Rou
     return tuple(Rounder(p, d, 1, key=Key(1), samples=range(samples)) for d in ("fwd", "bwd"))
 
 
-SR = Precision.named("bf16").round("linear=bf16:sr", "residual=bf16:sr", "ln=e5m9:sr", "gelu=fp16:sr", "embed=bf16:sr",
+SR = Precision.named("bf16").round("linear=bf16:sr", "residual=bf16:sr", "ln=e5m9:sr", "gelu=fp16:sr",
+                                   "embed=bf16:sr",
                                    "loss=bf16:sr", "grad=bf16:sr", "adam=bf16:sr", "weight=bf16:sr")
 
 
-@pytest.mark.parametrize("precision,width", [("bf16-fa2", 768), ("fp32", 70), (SR, 96)], ids=["bf16-fa2", "fp32", "sr"])
+@pytest.mark.parametrize("precision,width", [("bf16-fa2", 768), ("fp32", 70), (SR, 96)],
+                         ids=["bf16-fa2", "fp32", "sr"])
 def test_operations(launched, precision, width):
     fwd, bwd = rounders(precision)
     x, branch, w = empty((2, 20, width)), fwd("linear.y", empty((2, 20, width))), empty(width)
@@ -105,13 +110,15 @@ def test_operations(launched, precision, width):
         fwd2, bwd2 = rounders(p)
         y, linear_saved = linear_forward(h, empty((64, width)), empty(64), fwd2)
         linear_backward(y, linear_saved, empty((64, width)), bwd2)
-    expected = {"layernorm_forward", "layernorm_backward", "column_chunks", "column_join", "gelu_forward", "gelu_backward", "residual",
+    expected = {"layernorm_forward", "layernorm_backward", "column_chunks", "column_join", "gelu_forward",
+                "gelu_backward", "residual",
                 "embedding_forward", "embedding_links", "embedding_sums", "embedding_tokens", "embedding_positions",
                 "accumulate", "linear", "linear_finish"}
     assert expected <= {function for _, function in launched}
 
 
-@pytest.mark.parametrize("vocab_size,dtype", [(50257, BF16), (50304, np.float32), (256, np.float16), (120_000, np.float32)])
+@pytest.mark.parametrize("vocab_size,dtype", [(50257, BF16), (50304, np.float32), (256, np.float16),
+                                              (120_000, np.float32)])
 def test_loss(launched, vocab_size, dtype):
     fwd, bwd = rounders({BF16: "bf16-fa2", np.float32: "fp32", np.float16: "fp16-fa2"}[dtype])
     logits, targets = empty((2, 3, vocab_size), dtype), np.zeros((2, 3), np.int64).view(DeviceArray)

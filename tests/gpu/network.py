@@ -1,4 +1,5 @@
-"""What the GPU tests of the network's operations share: the same call on NumPy and CuPy arrays, bit for bit."""
+"""What the GPU tests of the network's operations share: the same call on NumPy and CuPy arrays, bit for
+bit."""
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,15 @@ from cuflash.sites import Rounder
 
 # Every site by a mode that draws words, or in a format that no dtype has.
 ODD = Precision.named("bf16").round(
-    "embed=bf16:rz", "ln.y=bf16:sr", "ln.dx=e5m9:sr", "linear=bf16:sr", "linear.dx=fp16:ru", "gelu.y=e6m8:sr", "gelu.dx=fp16:sr",
-    "residual=bf16:sr", "logits=bf16:sr", "loss.dlogits=bf16:sr", "grad=bf16:sr", "adam.m=e8m12:sr", "adam.v=bf16:ru",
-    "weight=bf16:sr")
-PRECISIONS = {name: Precision.named(name) for name in ("fp32", "bf16-fa2", "fp16-fa2", "bf16-stream")} | {"odd": ODD}
+    "embed=bf16:rz", "ln.y=bf16:sr", "ln.dx=e5m9:sr", "linear=bf16:sr", "linear.dx=fp16:ru", "gelu.y=e6m8:sr",
+    "gelu.dx=fp16:sr", "residual=bf16:sr", "logits=bf16:sr", "loss.dlogits=bf16:sr", "grad=bf16:sr",
+    "adam.m=e8m12:sr", "adam.v=bf16:ru", "weight=bf16:sr")
+PRECISIONS = {name: Precision.named(name) for name in ("fp32", "bf16-fa2", "fp16-fa2",
+                                                       "bf16-stream")} | {"odd": ODD}
 
 
-def rounder(precision: Precision, direction: str = "fwd", *, module: int = 3, layer: int = 2, samples: int = 1) -> Rounder:
+def rounder(precision: Precision, direction: str = "fwd", *, module: int = 3, layer: int = 2,
+            samples: int = 1) -> Rounder:
     return Rounder(precision, direction, layer, key=Key(0x1234567890, step=7, sample=5), heads=(module,),
                    samples=range(5, 5 + samples))
 

@@ -32,8 +32,10 @@ def test_steps(precision, grad_clip, seed):
     for step in range(1, 4):
         g = {name: values(rng, shape, wide=True) for name, shape in SHAPES.items()}
         g_flat = Flat.of(g)
-        norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed, cupy.asarray([step], np.int32))
-        optimizer.update(g_flat, factor, failed, cupy.asarray(AdamWCuda.scalars(step=step, lr=0.01, weight_decay=0.1)))
+        norm, factor = grad_norm_cuda(g_flat.buffer, grad_clip, losses, failed,
+                                      cupy.asarray([step], np.int32))
+        optimizer.update(g_flat, factor, failed, cupy.asarray(AdamWCuda.scalars(step=step, lr=0.01,
+                                                                                weight_decay=0.1)))
         expected = grad_norm(g.values())
         assert_same(norm, expected, "norm")
         clip = clip_factor(expected, grad_clip)
@@ -60,7 +62,8 @@ def test_sums(shape, format, seed):
     x = values(np.random.default_rng(seed), shape, format, wide=True)
     assert_same(column_sum_cuda(put(x, format)), column_sum(x), f"column_sum, seed {seed}")
     assert_same(total_sum_cuda(put(x)), total_sum(x), f"total_sum, seed {seed}")
-    assert_same(column_sum_cuda(put(np.pad(x, ((0, 0), (0, 3))), format)[:, :shape[1]]), column_sum(x), "padded rows")
+    assert_same(column_sum_cuda(put(np.pad(x, ((0, 0), (0, 3))), format)[:, :shape[1]]), column_sum(x),
+                "padded rows")
 
 
 def test_accumulate(seed):

@@ -29,7 +29,8 @@ def test_cross_entropy(precision, vocab_size, seed):
         got_loss, got_saved = cross_entropy_forward(logits(), cupy.asarray(targets), fwd)
         got_dz = cross_entropy_backward(got_saved, shape, 1 / 18, bwd)
         fused_loss, fused_dz = cross_entropy(logits(), cupy.asarray(targets), 1 / 18, fwd, bwd)
-        for got, expected, what in ((got_loss, loss, "loss"), (got_dz, dz, "dz"), (fused_loss, loss, "fused loss"),
+        for got, expected, what in ((got_loss, loss, "loss"), (got_dz, dz, "dz"),
+                                    (fused_loss, loss, "fused loss"),
                                     (fused_dz, dz, "fused dz")):
             assert_same(got, expected, f"{what}, padded {padded}, seed {seed}")
     finite = z[1:]

@@ -14,7 +14,8 @@ def test_random(precision, size, seed):
     format = fwd.format("linear.y")
     x, dy = values(rng, (1, 1, size), format, wide=True), values(rng, (1, 1, size), format, wide=True)
     assert_same(gelu_forward(put(x, format), fwd), gelu_forward(x, fwd, x_format=format), f"y, seed {seed}")
-    assert_same(gelu_backward(put(dy, format), put(x, format), bwd), gelu_backward(dy, x, bwd, x_format=format),
+    assert_same(gelu_backward(put(dy, format), put(x, format), bwd),
+                gelu_backward(dy, x, bwd, x_format=format),
                 f"dx, seed {seed}")
 
 
@@ -26,4 +27,5 @@ def test_every_16_bit_number(format):
     fwd, bwd = rounder(PRECISIONS["fp32"]), rounder(PRECISIONS["fp32"], "bwd")
     assert_same(gelu_forward(put(x, format), fwd), gelu_forward(x, fwd, x_format=format), "y")
     one = np.ones_like(x)
-    assert_same(gelu_backward(put(one), put(x, format), bwd), gelu_backward(one, x, bwd, x_format=format), "dx")
+    assert_same(gelu_backward(put(one), put(x, format), bwd), gelu_backward(one, x, bwd, x_format=format),
+                "dx")

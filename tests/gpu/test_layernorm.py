@@ -1,8 +1,12 @@
 import numpy as np
 import pytest
 
-from cuflash.layernorm import (layernorm_backward, layernorm_forward, residual_layernorm_backward,
-                               residual_layernorm_forward)
+from cuflash.layernorm import (
+    layernorm_backward,
+    layernorm_forward,
+    residual_layernorm_backward,
+    residual_layernorm_forward,
+)
 
 from .network import PRECISIONS, assert_same, put, rounder, values
 
@@ -40,11 +44,15 @@ def test_with_residual_and_operand(precision, shape, bias, seed):
     x, y, saved = residual_layernorm_forward(stream, branch, w, b, before, fwd, operand=after)
     dx, operand, dw, db = residual_layernorm_backward(dstream, dy, saved, bwd, bias=bias, operand=d_after)
     got_x, got_y, got_saved = residual_layernorm_forward(
-        put(stream, fwd.format("residual.y")), put(branch, fwd.format("linear.y")), put(w), put(b) if bias else None, before, fwd,
+        put(stream, fwd.format("residual.y")), put(branch,
+                                                   fwd.format("linear.y")), put(w), put(b) if bias else None, before, fwd,
         operand=after)
     got_dx, got_operand, got_dw, got_db = residual_layernorm_backward(
-        put(dstream, bwd.format("residual.dx")), put(dy, fwd.format("linear.dx")), got_saved, bwd, bias=bias, operand=d_after)
+        put(dstream, bwd.format("residual.dx")), put(dy,
+                                                     fwd.format("linear.dx")), got_saved, bwd, bias=bias, operand=d_after)
     for got, expected, what in ((got_x, x, "x"), (got_y, after("linear.x", y), "y"), (got_dx, dx, "dx"),
-                                (got_operand, d_after("linear.dy", operand), "operand"), (got_dw, dw, "dw"), (got_db, db, "db")):
+                                (got_operand, d_after("linear.dy", operand), "operand"), (got_dw, dw,
+                                                                                          "dw"), (got_db, db,
+                                                                                                  "db")):
         if expected is not None:
             assert_same(got, expected, f"{what}, seed {seed}")

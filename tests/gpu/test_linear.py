@@ -37,9 +37,11 @@ def test_bit_defined(precision, accumulator, shape, bias, seed):
             assert_same(got[name], expected, f"{name}, seed {seed}")
 
 
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("bf16", "fp16"), ("tf32", "bf16"), ("fp32", "bf16"), ("fp8_e5m2", "fp8_e4m3")])
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("bf16", "fp16"), ("tf32", "bf16"), ("fp32", "bf16"),
+                                     ("fp8_e5m2", "fp8_e4m3")])
 def test_operands_of_two_formats(formats, seed):
-    p = Precision.named("fp32").round(f"linear.x={formats[0]}", f"linear.w={formats[1]}", f"linear.dy={formats[0]}")
+    p = Precision.named("fp32").round(f"linear.x={formats[0]}", f"linear.w={formats[1]}",
+                                      f"linear.dy={formats[0]}")
     p = p.replace(accumulator=device_accumulator(p, kernels.capability(0)))
     got = run(p, SHAPES[0], True, seed, True)
     for name, expected in run(p, SHAPES[0], True, seed, False).items():
@@ -50,8 +52,8 @@ def test_operands_of_two_formats(formats, seed):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_library(precision, shape, bias, seed):
-    """cuBLAS against fp64, by the bound of a sum of K terms in fp32 (1.06 for the term γ_K's denominator), and one
-    rounding of the result; what is rounded before is the same to the bit."""
+    """cuBLAS against fp64, by the bound of a sum of K terms in fp32 (1.06 for the term γ_K's denominator),
+    and one rounding of the result; what is rounded before is the same to the bit."""
     p = PRECISIONS[precision]
     rng = np.random.default_rng(seed)
     B, T, I, O = shape  # noqa: E741
@@ -67,7 +69,8 @@ def test_library(precision, shape, bias, seed):
     bound = 1.06 * (I + 1) * 2.0 ** -24 * size
     if fwd.format("linear.x") == "fp32":
         bound = bound + 0
-    assert (np.abs(y.get().astype(np.float64) - exact) <= bound + unit * (np.abs(exact) + bound) + 2.0 ** -24).all()
+    assert (np.abs(y.get().astype(np.float64) - exact) <= bound + unit * (np.abs(exact) + bound)
+            + 2.0 ** -24).all()
 
 
 def linear_operand(rnd, w):

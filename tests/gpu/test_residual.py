@@ -16,5 +16,6 @@ def test_residual(precision, shape, seed):
     got = residual_forward(put(x, formats[0]), put(branch, formats[1]), fwd)
     assert got.dtype == put(x[:0], formats[0]).dtype
     assert_same(got, residual_forward(x, branch, fwd), f"y, seed {seed}")
-    assert_same(residual_backward(put(x, formats[0]), put(branch, formats[1]), bwd), residual_backward(x, branch, bwd),
+    assert_same(residual_backward(put(x, formats[0]), put(branch, formats[1]), bwd),
+                residual_backward(x, branch, bwd),
                 f"dx, seed {seed}")

@@ -4,21 +4,23 @@ import csv
 import numpy as np
 import pytest
 from click.testing import CliRunner
-
-from cuflash import kernels
 from cuflash.cli.main import main
-from cuflash.kernel_header import device_accumulator
 from cuflash.model import config, data, train
 from cuflash.model.gpt import GPT, GPTConfig, init_params
+
+from cuflash import kernels
+from cuflash.kernel_header import device_accumulator
 from cuflash.philox import Key
 from cuflash.precision import Precision
 
 from .network import ODD, assert_same
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=40, vocab_size=75, bias=True)
-PRECISIONS = {"fp32": Precision.named("fp32"), "bf16": Precision.named("bf16"), "bf16-fa2": Precision.named("bf16-fa2"),
+PRECISIONS = {"fp32": Precision.named("fp32"), "bf16": Precision.named("bf16"),
+              "bf16-fa2": Precision.named("bf16-fa2"),
               "fp16-fa2": Precision.named("fp16-fa2"), "stream": Precision.named("bf16-stream"), "odd": ODD,
-              "scoped": Precision.named("bf16-fa2").round("L1/c_fc/linear.y=fp32", "L0/H1/attn.o=fp32", "bwd/L1/linear.dy=fp16")}
+              "scoped": Precision.named("bf16-fa2").round("L1/c_fc/linear.y=fp32", "L0/H1/attn.o=fp32",
+                                                          "bwd/L1/linear.dy=fp16")}
 
 
 def defined(precision: Precision) -> Precision:
@@ -38,7 +40,8 @@ def test_the_first_gradients_of_every_parameter(precision, fix, seed):
     for model in (GPT(SMALL, params, p, fix), GPT(SMALL, on_gpu, p, fix)):
         grads, stats = {}, []
         for micro in (0, 1):
-            loss, grads, rows = model.loss_and_grads(text[:, :-1], text[:, 1:], Key(seed, 3, sample=7 + 3 * micro), grads=grads,
+            loss, grads, rows = model.loss_and_grads(text[:, :-1], text[:, 1:],
+                                                     Key(seed, 3, sample=7 + 3 * micro), grads=grads,
                                                      n_micro=2)
             stats.append(rows)
         results.append((loss, grads, stats))
@@ -77,10 +80,12 @@ def cuflash(*arguments, code: int = 0) -> str:
 
 def rows(path) -> list[dict[str, str]]:
     with open(path / "metrics.csv", newline="") as f:
-        return [{k: v for k, v in row.items() if k not in ("ms", "tokens_per_s")} for row in csv.DictReader(f)]
+        return [{k: v for k, v in row.items() if k not in ("ms", "tokens_per_s")} for row
+                in csv.DictReader(f)]
 
 
-TINY = ("--data", "synthetic:words,size=20000", "--batch-size", 4, "--warmup-steps", 3, "--log-every", 2, "--device", "gpu")
+TINY = ("--data", "synthetic:words,size=20000", "--batch-size", 4, "--warmup-steps", 3, "--log-every", 2,
+        "--device", "gpu")
 
 
 def test_command_line(tmp_path, monkeypatch):
@@ -100,7 +105,8 @@ def test_command_line(tmp_path, monkeypatch):
 
 def test_a_loss_that_is_not_finite_stops_at_its_step_and_site(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    output = cuflash("train", "--steps", 60, "--out", "a", "--lr", "1e9", "--min-lr", "1e9", "--precision", "fp16-fa2", *TINY,
+    output = cuflash("train", "--steps", 60, "--out", "a", "--lr", "1e9", "--min-lr", "1e9", "--precision",
+                     "fp16-fa2", *TINY,
                      "--log-every", 50, code=2)
     assert "is not finite" in output or "nan" in output or "inf" in output
     assert "at site" in output and "is kept in" in output or "the weights were so already" in output
