@@ -1,7 +1,9 @@
 import errno
 import math
-import multiprocessing
+import os
 import pathlib
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -55,29 +57,27 @@ def test_checkpoints_by_step_and_the_last_kept(tmp_path):
     assert [step for step, _ in run.checkpoints()] == [40, 300]
 
 
-def hold(path: pathlib.Path, held, done) -> None:
-    with Run(path).lock():
-        held.set()
-        done.wait(30)
-
-
 def test_a_second_process_is_refused_while_one_writes(tmp_path):
     run = Run.create(tmp_path, CONFIG)
-    context = multiprocessing.get_context("spawn")
-    held, done = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(tmp_path, held, done))
-    other.start()
+    code = (
+        "import sys; from cuflash.model.run import Run\n"
+        "with Run(sys.argv[1]).lock(): print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     try:
-        assert held.wait(30)
+        assert other.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match="is in use: another process is writing to it"):
             run.lock()
-        other.kill()  # the lock ends with its process
-        other.join(30)
-        with run.lock():
-            pass
     finally:
-        done.set()
-        other.join(30)
+        other.kill()  # the lock ends with its process
+        other.communicate(timeout=30)
+    with run.lock():
+        pass
 
 
 def test_metrics_grow_by_lines_and_resume_after_a_step(tmp_path):
