@@ -85,7 +85,7 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
 
 @dataclass
 class _Work:
-    """Captures by layer, what to audit them under, the lines about them, and where their tokens are known these."""
+    """Captures by layer, what to audit them under, the lines about them, their tokens if known."""
 
     captures: dict[int, Capture]
     precisions: list[Precision]
@@ -107,12 +107,16 @@ def _is_run(source: str) -> bool:
 
 
 def _precisions(given: Sequence[str | Precision], options: dict[str, Any]) -> list[Precision]:
-    found = [as_precision(p).set(*options["settings"]).round(*options["rounds"]) for p in options["precisions"] or given]
+    found = [
+        as_precision(p).set(*options["settings"]).round(*options["rounds"])
+        for p in options["precisions"] or given
+    ]
     for p in found:
         if p.is_fp64:
             raise ValueError("--precision fp64 is what the others are compared with; name another one")
         if p.order == "fa2" and options["scale"] is not None and options["scale"] <= 0:
-            raise ValueError(f"--scale is {options['scale']}; valid under order=fa2 ({p.name}): a number above 0")
+            raise ValueError(
+                f"--scale is {options['scale']}; valid under order=fa2 ({p.name}): a number above 0")
     return found
 
 
@@ -122,16 +126,19 @@ def _of_file(file: str, options: dict[str, Any]) -> _Work:
             raise ValueError(f"--{option} is for a run; {file} holds one layer's arrays")
     precisions, fix = _precisions(("bf16", "bf16-fa2"), options), as_fix(options["fix"] or "off")
     arrays = read_tensors(file, KEYS, OPTIONAL)
-    capture = Capture.of(**arrays, **{name: options[name] for name in ("causal", "scale", "layout", "layer")},
-                         heads=numbers("--heads", options["heads"]), batch=numbers("--batch", options["batch"]))
+    capture = Capture.of(**arrays, **{name: options[name]
+                                      for name in ("causal", "scale", "layout", "layer")},
+                         heads=numbers("--heads",
+                                       options["heads"]), batch=numbers("--batch", options["batch"]))
     return _Work({options["layer"]: capture}, precisions, fix, _inputs(file, arrays, capture))
 
 
 def _of_run(run: str, options: dict[str, Any]) -> _Work:
     from cuflash.model.passes import captures, one_pass
     if options["causal"] or options["scale"] is not None or options["layout"] != "bhtd" or options["layer"]:
-        raise ValueError(f"--causal, --scale, --layout and --layer are for a file of arrays; {run} knows its own "
-                         "(and takes --layers)")
+        raise ValueError(
+            f"--causal, --scale, --layout and --layer are for a file of arrays; {run} knows its own "
+            "(and takes --layers)")
     samples = numbers("--batch", options["batch"])
     p = one_pass(run, step=options["step"], data=options["data"], samples=samples)
     count = p.header.model.n_layer
@@ -174,8 +181,9 @@ def _monte_carlo(options: dict[str, Any]) -> None:
         rows = list(table(precisions, fix=as_fix(options["fix"] or "off")))
     for p in precisions:
         mine = [b for b in rows if b.precision == p.name]
-        click.echo(f"{p.describe()}, fix {as_fix(options['fix'] or 'off')}: mean error in ulp of {mine[0].format}, "
-                   f"V uniform in [−4, −2], ± {max(b.se for b in mine):.1g} at most")
+        click.echo(
+            f"{p.describe()}, fix {as_fix(options['fix'] or 'off')}: mean error in ulp of {mine[0].format}, "
+            f"V uniform in [−4, −2], ± {max(b.se for b in mine):.1g} at most")
         for x, label in (("o_bar", "Ō"), ("o", "O")):
             click.echo(f"  {label}     P̄ of the rest: " + "".join(f"{rest:>10g}" for rest in RESTS))
             for n in TIES:
@@ -184,7 +192,8 @@ def _monte_carlo(options: dict[str, Any]) -> None:
         click.echo("")
     if options["json_file"]:
         with user_errors():
-            _write_json(options["json_file"], {"fix": str(as_fix(options["fix"] or "off")), "bias": [asdict(b) for b in rows]})
+            _write_json(options["json_file"],
+                        {"fix": str(as_fix(options["fix"] or "off")), "bias": [asdict(b) for b in rows]})
 
 
 def _write_json(path: str, data: Any) -> None:

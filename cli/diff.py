@@ -26,17 +26,19 @@ SORTS = {
 @click.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--site", "names", multiple=True, metavar="NAME",
-              help="Only these: a site, a prefix as attn or fwd/L01, or a pattern as '*/L0[01]/attn.*'; repeatable.")
+@click.option(
+    "--site", "names", multiple=True, metavar="NAME",
+    help="Only these: a site, a prefix as attn or fwd/L01, or a pattern as '*/L0[01]/attn.*'; repeatable.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="order", show_default=True,
               help="Order of the lines: of execution, by signed mean error in standard errors, …")
 @click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
-@click.option("--step", type=click.IntRange(min=0), help="Of two runs: this step's checkpoints.  [default: the last that both have]")
+@click.option("--step", type=click.IntRange(min=0),
+              help="Of two runs: this step's checkpoints.  [default: the last that both have]")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every line's numbers here.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="The same as JSON.")
 @click.pass_context
-def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, everything: bool, step: int | None,
-         csv_file: str | None, json_file: str | None) -> None:
+def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, everything: bool,
+         step: int | None, csv_file: str | None, json_file: str | None) -> None:
     """How two files differ: dumps site by site, runs weight by weight, any HDF5 files dataset by dataset.
 
     A and B are dumps, run folders, or HDF5 files with datasets of the same names. Differences are A − B.
@@ -50,14 +52,17 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
             found_step, files = _checkpoints(a, b, step)
             weights = diff_weights(*files)
             rows: list[Any] = weights
-            data: dict[str, Any] = {"a": a, "b": b, "step": found_step, "weights": [plain(_row(w)) for w in weights]}
+            data: dict[str, Any] = {
+                "a": a, "b": b, "step": found_step, "weights": [plain(_row(w)) for w in weights]
+            }
             lines, differs = _weights(weights, found_step), any(w.differs for w in weights)
         else:
             if step is not None:
                 raise ValueError(f"--step {step}: {a} is a file; steps are of run folders")
             found = compare(a, b, names)
             found.sites.sort(key=SORTS[sort])
-            rows, data, lines, differs = found.sites, found.to_dict(), _sites(found, everything), found.differs
+            rows, data = found.sites, found.to_dict()
+            lines, differs = _sites(found, everything), found.differs
         for line in lines:
             click.echo(line)
         if csv_file:
@@ -73,7 +78,8 @@ def _checkpoints(a: str, b: str, step: int | None) -> tuple[int, list[pathlib.Pa
     kept = [dict(Run(x).checkpoints()) for x in (a, b)]
     common = sorted(kept[0].keys() & kept[1].keys())
     if step is None and not common:
-        raise ValueError(f"{a} and {b} have no checkpoint of one step: {_listed(kept[0])} and {_listed(kept[1])}")
+        raise ValueError(
+            f"{a} and {b} have no checkpoint of one step: {_listed(kept[0])} and {_listed(kept[1])}")
     step = common[-1] if step is None else step
     for x, files in zip((a, b), kept):
         if step not in files:
@@ -90,7 +96,8 @@ def _listed(steps: Iterable[int]) -> str:
 def _sites(found: Diff, everything: bool) -> Iterable[str]:
     first = found.first
     if first is None:
-        yield f"{sum(s.values for s in found.sites):,} values at {len(found.sites)} sites, all of them the same bits"
+        count = sum(s.values for s in found.sites)
+        yield f"{count:,} values at {len(found.sites)} sites, all of them the same bits"
     else:
         yield f"first difference: {first.name}{_where(first)}"
     for path, names in ((found.a, found.only_a), (found.b, found.only_b)):
@@ -101,15 +108,16 @@ def _sites(found: Diff, everything: bool) -> Iterable[str]:
         return
     width = max(24, *(len(s.name) for s in shown))
     yield ""
-    yield (f"  {'A − B':<{width}} {'equal':>7} {'max abs':>8} {'max ulp':>8} {'mean':>8}  {'signed mean ulp':>19} {'z':>6}"
-           f"  {'1 − cos':>7}")
+    yield (f"  {'A − B':<{width}} {'equal':>7} {'max abs':>8} {'max ulp':>8} {'mean':>8}"
+           f"  {'signed mean ulp':>20} {'z':>6}  {'1 − cos':>7}")
     for s in shown:
         if s.shapes is not None:
             yield f"  {s.name:<{width}} shapes {s.shapes[0]} and {s.shapes[1]}"
             continue
-        yield (f"  {s.name:<{width}} {_share(s.equal):>7} {s.max_abs:>8.1e} {_ulp(s.max_ulp):>8} {_ulp(s.mean_ulp):>8}  "
-               f"{_signed(s.signed_ulp):>10} ± {s.se:<7.1g} {_z(s.z):>6}  {1 - s.cosine:>7.0e}"
-               + (f"  {s.nonfinite:,} not finite" if s.nonfinite else ""))
+        bad = f"  {s.nonfinite:,} not finite" if s.nonfinite else ""
+        yield (f"  {s.name:<{width}} {_share(s.equal):>7} {s.max_abs:>8.1e} {_ulp(s.max_ulp):>8} "
+               f"{_ulp(s.mean_ulp):>8}  {_signed(s.signed_ulp):>10} ± {s.se:<7.1g} {_z(s.z):>6}"
+               f"  {1 - s.cosine:>7.0e}{bad}")
     same = [s.name for s in found.sites if not s.differs]
     if same and not everything:
         yield ""
@@ -127,7 +135,8 @@ def _weights(weights: list[WeightDiff], step: int) -> Iterable[str]:
     yield f"weights at step {step}, A − B"
     yield f"  {'':<{width}} {'equal':>7} {'max abs':>10} {'mean abs':>10} {'Wasserstein-1':>14}"
     for w in weights:
-        yield f"  {w.name:<{width}} {_share(w.equal):>7} {w.max_abs:>10.3e} {w.mean_abs:>10.3e} {w.wasserstein:>14.3e}"
+        yield (f"  {w.name:<{width}} {_share(w.equal):>7} {w.max_abs:>10.3e} {w.mean_abs:>10.3e} "
+               f"{w.wasserstein:>14.3e}")
 
 
 def _short(names: list[str]) -> str:

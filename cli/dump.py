@@ -7,10 +7,12 @@ from cuflash.cli.numbers import numbers
 
 @click.command()
 @click.argument("run", metavar="RUN|CHECKPOINT")
-@click.option("--step", type=click.IntRange(min=0), help="Checkpoint of this step; the pass is that of the next.  [default: the last]")
+@click.option("--step", type=click.IntRange(min=0),
+              help="Checkpoint of this step; the pass is that of the next.  [default: the last]")
 @click.option("--data", help="Text or tokens, as for train.  [default: the run's]")
 @click.option("--data-seed", type=click.IntRange(min=0), help="Of the batch.  [default: the run's]")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Samples of the pass.  [default: the run's; of a checkpoint file 1]")
+@click.option("--batch-size", type=click.IntRange(min=1),
+              help="Samples of the pass.  [default: the run's; of a checkpoint file 1]")
 @click.option("--sites", default="attn", show_default=True,
               help="all, or names and prefixes with commas between: attn.p, attn, fwd/attn.s, c_fc/linear.y.")
 @click.option("--layers", metavar="LIST", help="Only these layers, as 0,2-3.")
@@ -18,13 +20,18 @@ from cuflash.cli.numbers import numbers
 @click.option("--batch", metavar="LIST", help="Only these samples.")
 @click.option("--rows", metavar="LIST", help="Only these query rows (tokens).")
 @click.option("--precision", help="Another precision than the run's.")
-@click.option("--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]", help="Round a site otherwise.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a switch, as delta_from=p_dp.")
+@click.option("--round", "rounds", multiple=True, metavar="[SCOPE/]SITE=FORMAT[:MODE]",
+              help="Round a site otherwise.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
+              help="Set a switch, as delta_from=p_dp.")
 @click.option("--fix", help="Another fix of the row maximum than the run's.")
-@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="The HDF5 file, replaced if it exists.")
-def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None, sites: str,
-         layers: str | None, heads: str | None, batch: str | None, rows: str | None, precision: str | None,
-         rounds: tuple[str, ...], settings: tuple[str, ...], fix: str | None, out: str) -> None:
+@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False),
+              help="The HDF5 file, replaced if it exists.")
+def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None,
+         sites: str, layers: str | None, heads: str | None, batch: str | None, rows: str | None,
+         precision: str | None, rounds: tuple[str,
+                                              ...], settings: tuple[str,
+                                                                    ...], fix: str | None, out: str) -> None:
     """Every chosen intermediate of one forward and backward pass, in its true bits.
 
     The pass is the one that training would do next: the weights of the checkpoint, the batch of the step
@@ -36,16 +43,18 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
         Selection(sites)
         chosen = {name: numbers(f"--{name}", text) for name, text in
                   (("layers", layers), ("heads", heads), ("batch", batch), ("rows", rows))}
-        p = one_pass(run, step=step, data=data, data_seed=data_seed, batch_size=batch_size, samples=chosen["batch"],
-                     precision=precision, rounds=rounds, settings=settings, fix=fix)
+        p = one_pass(run, step=step, data=data, data_seed=data_seed, batch_size=batch_size,
+                     samples=chosen["batch"], precision=precision, rounds=rounds, settings=settings, fix=fix)
         m = p.header.model
         for name, count in (("layers", m.n_layer), ("heads", m.n_head), ("rows", m.block_size)):
             outside = [n for n in chosen[name] or () if n >= count]
             if outside:
-                raise ValueError(f"--{name} {', '.join(map(str, outside))}: the model has {name} 0 to {count - 1}")
+                raise ValueError(
+                    f"--{name} {', '.join(map(str, outside))}: the model has {name} 0 to {count - 1}")
         attributes = {"fix": str(p.model.fix), "data_sha256": p.data, "checkpoint": p.checkpoint}
         with recording(out, sites, **chosen, attributes=attributes):
             loss, _ = p.run()
         written = read(out)
-    click.echo(f"{out}: {len(written)} sites of step {p.step} under {p.model.precision.describe()}, fix {p.model.fix}; "
-               f"loss {loss:.4f}")
+    click.echo(
+        f"{out}: {len(written)} sites of step {p.step} under {p.model.precision.describe()}, "
+        f"fix {p.model.fix}; loss {loss:.4f}")

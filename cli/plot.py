@@ -27,14 +27,18 @@ KINDS = {
 @click.command(epilog="Kinds: " + "; ".join(f"{kind}, {text}" for kind, text in KINDS.items()) + ".")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True), metavar="SOURCE…")
 @click.option("--kind", metavar="KIND", help="What to draw; by default the first kind that fits the sources.")
-@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="A .png, .svg or .pdf file.")
+@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False),
+              help="A .png, .svg or .pdf file.")
 @click.option("--sites", help="Of dumps: names with commas between.")
 @click.option("--layer", type=click.IntRange(min=0), help="Of a dump or an audit.  [default: the first]")
 @click.option("--sample", type=click.IntRange(min=0), help="[default: the first]")
-@click.option("--head", type=click.IntRange(min=0), help="[default: the first; of an audit the one with the largest error]")
+@click.option("--head", type=click.IntRange(min=0),
+              help="[default: the first; of an audit the one with the largest error]")
 @click.option("--query", type=click.IntRange(min=0), help="The row of `row`.  [default: the last]")
-@click.option("--feature", type=click.IntRange(min=0), default=0, show_default=True, help="The column of V of `row`.")
-@click.option("--token", type=click.IntRange(min=0), help="Of an audit.  [default: the one with the largest error]")
+@click.option("--feature", type=click.IntRange(min=0), default=0, show_default=True,
+              help="The column of V of `row`.")
+@click.option("--token", type=click.IntRange(min=0),
+              help="Of an audit.  [default: the one with the largest error]")
 @click.option("--precision", help="Of an audit of several.  [default: the first]")
 @click.option("--dpi", type=click.IntRange(min=50), default=200, show_default=True, help="Of a PNG.")
 def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
@@ -55,7 +59,10 @@ def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **optio
         if kind is None:
             kind = next(iter(fitting))
         if kind not in fitting:
-            raise ValueError(f"--kind {kind} is for {KINDS[kind].partition(':')[0]}; these sources give {', '.join(fitting)}")
+            raise ValueError(
+                f"--kind {kind} is for {KINDS[kind].partition(':')[0]}; these sources give "
+                f"{', '.join(fitting)}"
+            )
         save(fitting[kind](sources, options), out, dpi)
     click.echo(out)
 
@@ -79,9 +86,12 @@ def _what(source: str) -> str:
 def _fitting(what: str, count: int) -> dict[str, Callable[[tuple[str, ...], dict[str, Any]], "Figure"]]:
     """The kinds that these sources can be drawn as, the default first."""
     found = {
-        ("run", True): {"curves": _curves, "spectral": _spectral}, ("run", False): {"curves": _curves},
-        ("dump", True): {"heat": _heat, "row": _row}, ("dump", False): {"histograms": _histograms, "diff": _diff},
-        ("audit", True): {"errors": _errors}, ("bias", True): {"bias": _bias},
+        ("run", True): {"curves": _curves, "spectral": _spectral},
+        ("run", False): {"curves": _curves},
+        ("dump", True): {"heat": _heat, "row": _row},
+        ("dump", False): {"histograms": _histograms, "diff": _diff},
+        ("audit", True): {"errors": _errors},
+        ("bias", True): {"bias": _bias},
     }.get((what, count == 1))
     if found is None or what == "dump" and count > 2:
         raise ValueError(f"{count} sources of this sort ({what}) do not go into one plot")
@@ -113,7 +123,8 @@ def _heat(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash.dump import read
     dump = read(sources[0])
     sites = options["sites"].split(",") if options["sites"] else ["attn.s", "attn.p"]
-    return plot.heat_maps(dump, sites=sites, layer=_layer(dump, options), sample=options["sample"], head=options["head"])
+    return plot.heat_maps(dump, sites=sites, layer=_layer(dump, options), sample=options["sample"],
+                          head=options["head"])
 
 
 def _row(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
@@ -123,7 +134,8 @@ def _row(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     layer = _layer(dump, options)
     e = dump.entry("attn.p", layer=layer)
     query = options["query"] if options["query"] is not None else (e.rows or range(e.shape[-2]))[-1]
-    return plot.row(dump, query=query, feature=options["feature"], layer=layer, sample=options["sample"], head=options["head"])
+    return plot.row(dump, query=query, feature=options["feature"], layer=layer, sample=options["sample"],
+                    head=options["head"])
 
 
 def _histograms(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
@@ -131,8 +143,10 @@ def _histograms(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash.dump import read
     a, b = map(read, sources)
     layer = _layer(a, options)
-    default = [s for s in ("attn.s", "attn.p", "attn.pv", "attn.o_acc", "attn.o", "attn.delta_prod", "attn.ds", "attn.dq")
-               if all(any(e.site == s for e in d.entries) for d in (a, b))]
+    default = [
+        s for s in ("attn.s", "attn.p", "attn.pv", "attn.o_acc", "attn.o", "attn.delta_prod", "attn.ds",
+                    "attn.dq") if all(any(e.site == s for e in d.entries) for d in (a, b))
+    ]
     return plot.histograms(a, b, options["sites"].split(",") if options["sites"] else default, layer=layer)
 
 
@@ -156,7 +170,8 @@ def _errors(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     found = [m for m in maps[layer] if m.precision == precision]
     if not found:
         raise unknown("--precision", precision, [m.precision for m in maps[layer]])
-    return plot.error_maps(found[0], layer=layer, sample=options["sample"], head=options["head"], token=options["token"])
+    return plot.error_maps(found[0], layer=layer, sample=options["sample"], head=options["head"],
+                           token=options["token"])
 
 
 def _bias(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
@@ -172,4 +187,5 @@ def _bias(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
 
 def _layer(dump: Any, options: dict[str, Any]) -> int | None:
     """The chosen layer, or the first one of the dump."""
-    return options["layer"] if options["layer"] is not None else next((e.layer for e in dump.entries if e.layer is not None), None)
+    return options["layer"] if options["layer"] is not None else next(
+        (e.layer for e in dump.entries if e.layer is not None), None)

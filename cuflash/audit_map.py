@@ -52,13 +52,14 @@ def error_map(capture: Capture, precision: Precision, fix: Fix) -> ErrorMap:
         raise ValueError("a map of the error of delta needs do, and the capture has none")
     found, golden = capture.run(precision, fix), capture.golden
     assert found.delta is not None and golden.delta is not None
-    return ErrorMap(precision.name, str(fix), found.delta - golden.delta, found.o.astype(np.float64) - golden.o,
-                    capture.do.astype(np.float64), capture.heads, capture.batch)
+    return ErrorMap(precision.name, str(fix), found.delta - golden.delta,
+                    found.o.astype(np.float64) - golden.o, capture.do.astype(np.float64), capture.heads,
+                    capture.batch)
 
 
-def write_maps(path: str | os.PathLike[str], maps: Mapping[int, list[ErrorMap]], tokens: np.ndarray | None = None,
-               kind: str = "") -> None:
-    """HDF5: `/L01/bf16-paper/delta`, `/L01/bf16-paper/o`, `/L01/do`, and the tokens (batch, T) where they are known.
+def write_maps(path: str | os.PathLike[str], maps: Mapping[int, list[ErrorMap]],
+               tokens: np.ndarray | None = None, kind: str = "") -> None:
+    """HDF5: `/L01/bf16-paper/delta`, `/L01/bf16-paper/o`, `/L01/do`, and the tokens (batch, T) if known.
 
     Args:
         maps: for each layer, one for each precision.
@@ -73,7 +74,8 @@ def write_maps(path: str | os.PathLike[str], maps: Mapping[int, list[ErrorMap]],
         for layer, some in maps.items():
             for m in some:
                 group = f.create_group(f"L{layer:02d}/{m.precision}")
-                group.attrs.update({"precision": m.precision, "fix": m.fix, "heads": m.heads, "batch": m.batch})
+                group.attrs.update(
+                    {"precision": m.precision, "fix": m.fix, "heads": m.heads, "batch": m.batch})
                 for name in ("delta", "o"):
                     group.create_dataset(name, data=getattr(m, name), shuffle=True, compression=1)
             f.create_dataset(f"L{layer:02d}/do", data=some[0].do, shuffle=True, compression=1)

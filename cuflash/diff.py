@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 BLOCK = 1 << 19  # elements compared at a time
 # Mantissa bits, smallest and largest exponent of the dtypes that formats are stored in.
 _FP64 = (52, -1022, 1023)
-_OF_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e5m2": "fp8_e5m2", "float8_e4m3fn": "fp8_e4m3"}
+_OF_DTYPE = {
+    "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fn": "fp8_e4m3"
+}
 
 Blocks = Callable[[], Iterable[np.ndarray]]
 
@@ -36,10 +39,10 @@ Blocks = Callable[[], Iterable[np.ndarray]]
 class SiteDiff:
     """One dataset of A against the one of that name in B.
 
-    An error is (A − B)/ulp, with the ulp of the coarser of the two formats at the value of the finer one (B's
-    where they are alike), or at half the other value where that is larger: so a rounding is measured in ulp of
-    what was rounded, and a value that is near 0 on one side alone does not count without bound. Entries that
-    attention masks and tiles that it does not visit take no part.
+    An error is (A − B)/ulp, with the ulp of the coarser of the two formats at the value of the finer one
+    (B's where they are alike), or at half the other value where that is larger: so a rounding is measured
+    in ulp of what was rounded, and a value that is near 0 on one side alone does not count without bound.
+    Entries that attention masks and tiles that it does not visit take no part.
 
     Attributes:
         name: `fwd/L01/attn.p`, or the dataset's path.
@@ -127,8 +130,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
             both = [n for n in in_a if n in in_b]
             if not both:
                 chosen = f" of those chosen by {', '.join(names)}" if names else ""
-                raise ValueError(f"no dataset{chosen} has one name in {a} and {b}: {_some(in_a)} in the first, "
-                                 f"{_some(in_b)} in the second")
+                raise ValueError(
+                    f"no dataset{chosen} has one name in {a} and {b}: {_some(in_a)} in the first, "
+                    f"{_some(in_b)} in the second")
             sites = [_compare(file_a, file_b, in_a[n], in_b[n]) for n in both]
         except OSError as e:
             raise ValueError(f"{a} or {b} is damaged: {e}") from e
@@ -144,8 +148,8 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a dataset's name is one of these sites, lies below one of these prefixes, or fits a pattern."""
     site = name.rpartition("/")[2]
-    return any(site == p or site.startswith(p + ".") or name.startswith(p + "/") or fnmatch.fnmatchcase(name, p)
-               or name.endswith("/" + p) for p in patterns)
+    return any(site == p or site.startswith(p + ".") or name.startswith(p + "/")
+               or fnmatch.fnmatchcase(name, p) or name.endswith("/" + p) for p in patterns)
 
 
 def _opened(path: str | os.PathLike[str]) -> "h5py.File":
@@ -170,14 +174,16 @@ def _entries(file: "h5py.File", names: Iterable[str]) -> dict[str, Entry]:
 
 def _some(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more if names else "nothing"
 
 
 # ---- one dataset --------------------------------------------------------------------------------
 
 def _compare(file_a: "h5py.File", file_b: "h5py.File", a: Entry, b: Entry) -> SiteDiff:
     x, y = file_a[a.dataset], file_b[b.dataset]
-    formats = tuple(e.format or _OF_DTYPE.get(hdf5.dtype_of(d).name, hdf5.dtype_of(d).name) for e, d in ((a, x), (b, y)))
+    dtypes = hdf5.dtype_of(x).name, hdf5.dtype_of(y).name
+    formats = a.format or _OF_DTYPE.get(dtypes[0], dtypes[0]), b.format or _OF_DTYPE.get(dtypes[1], dtypes[1])
     if x.shape != y.shape:
         return SiteDiff(a.name, a.site, a.order, formats, 0, 0.0, shapes=(x.shape, y.shape))
     sums = _Sums(x.shape, _ulp_of(a, x), _ulp_of(b, y))
@@ -210,14 +216,18 @@ def ulp_errors(a: Dump, b: Dump, site: str, *, layer: int | None = None) -> np.n
     with _opened(a.path) as file_a, _opened(b.path) as file_b:
         x, y = file_a[in_a.dataset], file_b[in_b.dataset]
         sums = _Sums(x.shape, _ulp_of(in_a, x), _ulp_of(in_b, y))
-        found = [sums.add(hdf5.read_array(x, w), hdf5.read_array(y, w), in_a.visible(w), w) for w in hdf5.blocks(x.shape, BLOCK)]
+        found = [
+            sums.add(hdf5.read_array(x, w), hdf5.read_array(y, w), in_a.visible(w), w)
+            for w in hdf5.blocks(x.shape, BLOCK)
+        ]
     return np.concatenate([e for e in found if e is not None] or [np.zeros(0)])
 
 
 class _Sums:
     """What is summed over the blocks of two datasets of one shape."""
 
-    def __init__(self, shape: tuple[int, ...], a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> None:
+    def __init__(self, shape: tuple[int, ...], a: tuple[int, int, int] | None,
+                 b: tuple[int, int, int] | None) -> None:
         self.ulp = min(a, b) if a and b else None
         self.at_a = bool(a and b and a[0] > b[0])  # the finer one says where ulp are taken
         self.grid = len(shape) > 1
@@ -228,7 +238,8 @@ class _Sums:
         self.xy = self.xx = self.yy = 0.0
         self.first: tuple[tuple[int, ...], float, float] | None = None
 
-    def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None, where: tuple[slice, ...]) -> np.ndarray | None:
+    def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None,
+            where: tuple[slice, ...]) -> np.ndarray | None:
         """Adds a block; gives the errors in ulp of its finite entries, None where there are no ulp."""
         if a.dtype.kind in "OSUV" and a.dtype.name not in _OF_DTYPE:  # text: the same or not
             same, x, y = np.asarray(a == b), np.full(a.shape, np.nan), np.full(a.shape, np.nan)
@@ -249,7 +260,9 @@ class _Sums:
         if not finite.all():
             x, y = np.where(finite, x, 0), np.where(finite, y, 0)
         self.finite += int(np.count_nonzero(finite))
-        self.xy, self.xx, self.yy = self.xy + float((x * y).sum()), self.xx + float((x * x).sum()), self.yy + float((y * y).sum())
+        self.xy += float((x * y).sum())
+        self.xx += float((x * x).sum())
+        self.yy += float((y * y).sum())
         d = x - y
         self.abs += float(np.abs(d).sum())
         self.max_abs = max(self.max_abs, float(np.abs(d).max(initial=0)))
@@ -275,12 +288,16 @@ class _Sums:
     def results(self) -> dict[str, Any]:
         n = self.finite
         first, a, b = self.first or (None, None, None)
-        found: dict[str, Any] = {"values": self.values, "equal": self.same / self.values if self.values else 1.0,
-                                 "nonfinite": self.nonfinite, "first": first, "a": a, "b": b}
+        found: dict[str, Any] = {
+            "values": self.values, "equal": self.same / self.values if self.values else 1.0,
+            "nonfinite": self.nonfinite, "first": first, "a": a, "b": b
+        }
         if not n:
             return found
-        found |= {"max_abs": self.max_abs, "mean_abs": self.abs / n,
-                  "cosine": self.xy / math.sqrt(self.xx) / math.sqrt(self.yy) if self.xx and self.yy else math.nan}
+        found |= {
+            "max_abs": self.max_abs, "mean_abs": self.abs / n,
+            "cosine": self.xy / math.sqrt(self.xx) / math.sqrt(self.yy) if self.xx and self.yy else math.nan
+        }
         if self.ulp is None:
             return found
         mean = self.error / n
@@ -302,8 +319,10 @@ def _spacing(x: np.ndarray, mantissa_bits: int, emin: int, emax: int) -> np.ndar
 
 @dataclass(frozen=True)
 class WeightDiff:
-    """One weight of two checkpoints: share of equal bits, largest and mean |A − B|, exact Wasserstein-1 distance
-    between the two sets of values."""
+    """One weight of two checkpoints.
+
+    Share of equal bits, largest and mean |A − B|, exact Wasserstein-1 distance of the two sets of values.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -327,16 +346,16 @@ def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[W
     """
     with _opened(a) as file_a, _opened(b) as file_b:
         try:
-            weights = [{d.name.removeprefix("/params/"): d for d in datasets(f["params"])} if "params" in f else {}
-                       for f in (file_a, file_b)]
+            weights = [_weights(file_a), _weights(file_b)]
             for path, found in zip((a, b), weights):
                 if not found:
                     raise ValueError(f"{path} is not a checkpoint: it has no group params")
             shapes = [{n: d.shape for n, d in w.items()} for w in weights]
             if shapes[0] != shapes[1]:
                 wrong = next(n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n))
-                raise ValueError(f"{a} and {b} are of different models: {wrong} has shape {shapes[0].get(wrong)} in the "
-                                 f"first, {shapes[1].get(wrong)} in the second")
+                raise ValueError(
+                    f"{a} and {b} are of different models: {wrong} has shape {shapes[0].get(wrong)} in the "
+                    f"first, {shapes[1].get(wrong)} in the second")
             results = [_weight(name, [d], [weights[1][name]], d.shape) for name, d in weights[0].items()]
             everything = list(weights[0].values()), [weights[1][n] for n in weights[0]]
             return [*results, _weight("all", *everything, (sum(d.size for d in everything[0]),))]
@@ -344,7 +363,12 @@ def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[W
             raise ValueError(f"{a} or {b} is damaged: {e}") from e
 
 
-def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"], shape: tuple[int, ...]) -> WeightDiff:
+def _weights(file: "h5py.File") -> dict[str, "h5py.Dataset"]:
+    return {d.name.removeprefix("/params/"): d for d in datasets(file["params"])} if "params" in file else {}
+
+
+def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"],
+            shape: tuple[int, ...]) -> WeightDiff:
     same = total = 0
     largest = sum_abs = 0.0
     for x, y in zip(_read_blocks(a), _read_blocks(b)):
@@ -365,8 +389,8 @@ def _read_blocks(found: list["h5py.Dataset"]) -> Iterator[np.ndarray]:
 def wasserstein(a: Blocks, b: Blocks, limit: int = 1 << 22) -> float:
     """The Wasserstein-1 distance ∫|F_a − F_b| of two sets of numbers, exactly, by sorting.
 
-    The numbers are sorted a range of values at a time, so that about `limit` of each are in memory; the blocks
-    are read again for each range. NaN where a number is not finite, or a set is empty.
+    The numbers are sorted a range of values at a time, so that about `limit` of each are in memory; the
+    blocks are read again for each range. NaN where a number is not finite, or a set is empty.
 
     Args:
         a, b: give the blocks of each set, anew at every call.
@@ -384,11 +408,9 @@ def wasserstein(a: Blocks, b: Blocks, limit: int = 1 << 22) -> float:
     step_a, step_b = nb // common, -na // common  # the step of F_a − F_b at a number, times na·nb/common
     total, level, last = 0.0, 0, None
     for low, high in _ranges(np.maximum(*counts), limit):
-        both = [np.concatenate([x.reshape(-1)[inside] for x in blocks() if (inside := _between(x, low, high)).any()] or [[]])
+        both = [np.concatenate([x.reshape(-1)[_between(x, low, high)] for x in blocks()])
                 for blocks in (a, b)]
         z = np.concatenate(both).astype(np.float64)
-        if not z.size:
-            continue
         order = np.argsort(z, kind="stable")
         z = z[order]
         levels = level + np.cumsum(np.where(order < len(both[0]), step_a, step_b))

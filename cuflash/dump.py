@@ -14,7 +14,7 @@ import os
 import pathlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -75,7 +75,8 @@ class Selection:
     def __contains__(self, place: tuple[str, str, str]) -> bool:
         """Whether (direction, module, site) is wanted."""
         direction, module, site = place
-        return any(d in (None, direction) and m in (None, module) and site in names for d, m, names in self._wanted)
+        return any(d in (None, direction) and m in (None, module) and site in names
+                   for d, m, names in self._wanted)
 
     def check(self, precision: Precision) -> None:
         """ValueError where a site that was named does not exist under the precision."""
@@ -85,9 +86,10 @@ class Selection:
 
 
 @contextlib.contextmanager
-def recording(path: str | os.PathLike[str], sites: str | Iterable[str] = "attn", *, layers: Iterable[int] | None = None,
-              heads: Iterable[int] | None = None, batch: Iterable[int] | None = None,
-              rows: Iterable[int] | None = None, attributes: Mapping[str, Any] | None = None) -> Iterator["Recorder"]:
+def recording(path: str | os.PathLike[str], sites: str | Iterable[str] = "attn", *,
+              layers: Iterable[int] | None = None, heads: Iterable[int] | None = None,
+              batch: Iterable[int] | None = None, rows: Iterable[int] | None = None,
+              attributes: Mapping[str, Any] | None = None) -> Iterator["Recorder"]:
     """Records the sites of attention calls and training steps inside the block into an HDF5 file.
 
     Args:
@@ -99,11 +101,12 @@ def recording(path: str | os.PathLike[str], sites: str | Iterable[str] = "attn",
         attributes: more attributes of the file.
 
     Raises:
-        ValueError: an argument is not valid; a site was named that the precision merges away, or was seen twice
-            at one place (a recording takes one pass); nothing was recorded.
+        ValueError: an argument is not valid; a site was named that the precision merges away, or was seen
+            twice at one place (a recording takes one pass); nothing was recorded.
         OSError: the file cannot be written; the files before it are whole.
     """
-    recorder = Recorder(path, sites, layers=layers, heads=heads, batch=batch, rows=rows, attributes=attributes)
+    recorder = Recorder(path, sites, layers=layers, heads=heads, batch=batch, rows=rows,
+                        attributes=attributes)
     try:
         with watching(recorder):
             yield recorder
@@ -113,7 +116,7 @@ def recording(path: str | os.PathLike[str], sites: str | Iterable[str] = "attn",
 
 
 class Recorder:
-    """The watch of `recording`: takes values where a Rounder says that they lie, and puts them in the file."""
+    """The watch of `recording`: takes values from where a Rounder says that they lie, into the file."""
 
     def __init__(self, path: str | os.PathLike[str], sites: str | Iterable[str] = "attn", *,
                  layers: Iterable[int] | None = None, heads: Iterable[int] | None = None,
@@ -176,8 +179,9 @@ class Recorder:
         self._groups()
         self._check_seen()
         if not self._sites:
-            raise ValueError(f"nothing was recorded for {self.path}: no value of the chosen sites, layers, heads, "
-                             "batch and rows was computed inside the block")
+            raise ValueError(
+                f"nothing was recorded for {self.path}: no value of the chosen sites, layers, heads, "
+                "batch and rows was computed inside the block")
         try:
             self._writer.finish()
             self._describe()
@@ -205,7 +209,8 @@ class Recorder:
             self._precision, self._step = rnd.precision, step
             self._attributes.setdefault("seed", np.uint64(rnd.key.seed if rnd.key else 0))
         if step != self._step:
-            raise ValueError(f"a recording takes one step; {self.path} has step {self._step}, now came step {step}")
+            raise ValueError(
+                f"a recording takes one step; {self.path} has step {self._step}, now came step {step}")
 
     def _attention(self, rnd: Rounder, site: str, values: np.ndarray) -> None:
         name = place_name(rnd.direction, rnd.layer, "", site)
@@ -217,7 +222,8 @@ class Recorder:
         lead: tuple[int, ...] = (rnd.tile,) if "tile" in here.axes else ()
         if site == "attn.m":
             lead = (here.occurrence((id(rnd), rnd.q, rnd.tile)), *lead)
-        values, start = self._narrowed(here, values, [{"q": rnd.q, "k": rnd.k, "d": 0}[a] for a in here.inner])
+        values, start = self._narrowed(here, values,
+                                       [{"q": rnd.q, "k": rnd.k, "d": 0}[a] for a in here.inner])
         if values.size:
             values = values.astype(here.dtype, copy=False)
             for sample, head, value in zip(rnd.samples, rnd.heads, values):
@@ -246,7 +252,8 @@ class Recorder:
         """(samples, T, C) of a site with tokens, (1, out, in) of a weight, (1, 1, n) of a bias."""
         inner, parameter = SITES[site].axes, SITES[site].axes == "oi"
         name = place_name(rnd.direction, rnd.layer, rnd.module, site)
-        bias = parameter and values.shape[-2] == 1 and (not rnd.module.startswith("ln_") or name in self._sites)
+        bias = parameter and values.shape[-2] == 1 and (not rnd.module.startswith("ln_")
+                                                        or name in self._sites)
         if bias:
             name += ".bias"
         each = not parameter or site == "linear.dw"  # has a value for each sample, or micro-batch
@@ -275,7 +282,8 @@ class Recorder:
             rows, lengths[0] = self.rows, len(self.rows)
         roundings = self._roundings(rnd, site)
         formats = list(dict.fromkeys(r.format for r in roundings))
-        dtype = hdf5.stored_dtype("fp64" if rnd.precision.is_fp64 else formats[0] if len(formats) == 1 else "fp32")
+        one = "fp64" if rnd.precision.is_fp64 else formats[0]
+        dtype = hdf5.stored_dtype(one if len(formats) == 1 else "fp32")
         lowest = -448.0 if dtype == hdf5.stored_dtype("fp8_e4m3") else -np.inf  # that format has no Inf
         fill = lowest if site in MINUS_INF else 0.0
         here = _Site(self._file, f"step_{self._step:08d}/{name}", len(self._sites), dtype,
@@ -288,7 +296,7 @@ class Recorder:
         return here
 
     def _roundings(self, rnd: Rounder, site: str) -> list[Rounding]:
-        """What the site does, over all heads that may come: each that a scope names, and one that none does."""
+        """What the site does, over all heads that may come: those that scopes name, and another."""
         scoped = {h for o in rnd.precision.overrides if o.heads for h in o.heads}
         heads = self.heads or sorted({*scoped, max(scoped, default=-1) + 1})
         if not site.startswith("attn."):
@@ -305,10 +313,11 @@ class Recorder:
         return values[:, chosen], [int(first), *start[1:]]
 
     def _groups(self) -> None:
-        """dK and dV of the key/value heads that the chosen query heads use: a group is called by its first head."""
+        """dK and dV of the groups that the chosen query heads are in; a group is called by its first head."""
         pieces, self._of_groups = self._of_groups, []
         firsts = np.unique([int(rnd.heads[0]) for rnd, _, _ in pieces])
-        chosen = {int(firsts[np.searchsorted(firsts, h, side="right") - 1]) for h in self.heads or ()} if pieces else set()
+        heads = self.heads if pieces and self.heads else []
+        chosen = {int(firsts[np.searchsorted(firsts, h, side="right") - 1]) for h in heads}
         for rnd, site, values in pieces:
             if int(rnd.heads[0]) in chosen:
                 self._attention(rnd, site, values)
@@ -341,10 +350,11 @@ class Recorder:
         assert self._precision is not None
         p = self._precision
         self._file.attrs.update({
-            "format": FORMAT, "precision": p.to_toml(), "precision_name": p.name, "step": self._step, "device": "cpu",
-            "numerics_version": cuflash.NUMERICS_VERSION, "cuflash": cuflash.__version__, "numpy": np.__version__,
-            "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version, "python": platform.python_version(),
-            "tile": str(p.tile) if p.tile else "by head dim"} | self._attributes)
+            "format": FORMAT, "precision": p.to_toml(), "precision_name": p.name, "step": self._step,
+            "device": "cpu", "numerics_version": cuflash.NUMERICS_VERSION, "cuflash": cuflash.__version__,
+            "numpy": np.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version,
+            "python": platform.python_version(), "tile": str(p.tile) if p.tile else "by head dim"
+        } | self._attributes)
         for here in self._sites.values():
             here.describe(p, self._causal.get((here.direction, here.layer), False))
 
@@ -352,18 +362,19 @@ class Recorder:
 class _Site:
     """A dataset that is being filled: its open chunks, and which sample and head each index is."""
 
-    def __init__(self, file: "h5py.File", name: str, order: int, dtype: np.dtype, fill: float, axes: list[str],
-                 shape: list[int], inner: str) -> None:
-        self.name, self.order, self.dtype, self.fill, self.axes, self.inner = name, order, dtype, fill, axes, inner
-        self.shape = shape
+    def __init__(self, file: "h5py.File", name: str, order: int, dtype: np.dtype, fill: float,
+                 axes: list[str], shape: list[int], inner: str) -> None:
+        self.name, self.order, self.dtype, self.fill = name, order, dtype, fill
+        self.axes, self.shape, self.inner = axes, shape, inner
         self.growing = sum(n == 0 and a in ("sample", "head", "micro_batch") for n, a in zip(shape, axes))
         lead = len(shape) - len(inner)
         columns = min(shape[-1], 1024 if len(inner) == 2 else 4096)
         middle = [1 if len(inner) == 2 else n for n in shape[self.growing:lead]]
         inside = [min(shape[-2], max(1, CHUNK // max(columns, 1))), columns] if len(inner) == 2 else [columns]
         self.chunk = [max(1, n) for n in (*[1] * self.growing, *middle, *inside)]
-        self.dataset = hdf5.create_dataset(file, name, dtype, [max(1, n) if i < self.growing else n for i, n in enumerate(shape)],
-                                           self.chunk, self.growing, fill)
+        self.dataset = hdf5.create_dataset(
+            file, name, dtype, [max(1, n) if i < self.growing else n for i, n in enumerate(shape)],
+            self.chunk, self.growing, fill)
         self.numbers: dict[str, dict[int, int]] = {a: {} for a in axes[:self.growing]}
         self.rows: Sequence[int] | None = None
         self.tile: Tile | None = None
@@ -379,7 +390,8 @@ class _Site:
         numbers = self.numbers[axis]
         if number not in numbers:
             by_number = axis == "head" and self._of_query_heads
-            numbers[number] = (chosen.index(number) if chosen is not None else number) if by_number else len(numbers)
+            by_place = chosen.index(number) if chosen and by_number else number
+            numbers[number] = by_place if by_number else len(numbers)
         return numbers[number]
 
     @property
@@ -393,7 +405,8 @@ class _Site:
         self._last = None if again else place
         return int(again)
 
-    def put(self, lead: tuple[int, ...], start: Sequence[int], values: np.ndarray, writer: hdf5.ChunkWriter) -> None:
+    def put(self, lead: tuple[int, ...], start: Sequence[int], values: np.ndarray,
+            writer: hdf5.ChunkWriter) -> None:
         """Puts values (of the inner axes) at index `lead` of the outer ones."""
         for axis in range(self.growing):
             self.shape[axis] = max(self.shape[axis], lead[axis] + 1)
@@ -406,7 +419,8 @@ class _Site:
             low = [max(s, b) for s, b in zip(start, begins)]
             high = [min(e, b + c) for e, b, c in zip(ends, begins, inner)]
             source = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))
-            target = (*(i % c for i, c in zip(lead, outer)), *(slice(a - b, e - b) for a, e, b in zip(low, high, begins)))
+            target = (*(i % c for i, c in zip(lead, outer)), *(slice(a - b, e - b)
+                                                               for a, e, b in zip(low, high, begins)))
             entry = self._chunk(chunk)
             entry[0][target] = values[source]
             entry[1] -= values[source].size
@@ -416,8 +430,9 @@ class _Site:
     def _chunk(self, chunk: tuple[int, ...]) -> list[Any]:
         if chunk not in self._open:
             if chunk in self._done:
-                raise ValueError(f"{self.name} came twice: a recording takes one pass; give further calls a "
-                                 "cuflash.Key with another layer or sample, or record them in a file of their own")
+                raise ValueError(
+                    f"{self.name} came twice: a recording takes one pass; give further calls a "
+                    "cuflash.Key with another layer or sample, or record them in a file of their own")
             fixed = [1] * self.growing + self.shape[self.growing:]
             size = [min(c, n - i * c) if k >= self.growing else 1
                     for k, (i, c, n) in enumerate(zip(chunk, self.chunk, fixed))]
@@ -467,7 +482,10 @@ def _is_causal(visible: np.ndarray) -> bool:
 
 def place_name(direction: str, layer: int, module: str, site: str) -> str:
     """Where a site lies in a dump: `fwd/L01/attn.p`, `bwd/L01/c_fc/linear.dy`, `fwd/lm_head/logits`."""
-    parts = [direction, f"L{layer:02d}" if layer != NO_LAYER else "", "" if site.startswith("attn.") else module, site]
+    parts = [
+        direction, f"L{layer:02d}" if layer != NO_LAYER else "", "" if site.startswith("attn.") else module,
+        site
+    ]
     return "/".join(p for p in parts if p)
 
 

@@ -56,7 +56,10 @@ class Entry:
         path = dataset.name.lstrip("/")
         if not is_dump(dataset.file):
             return cls(STEP.sub("", path, count=1), path, dataset.shape, path.rpartition("/")[2])
-        a = {k: v.tolist() if isinstance(v, (np.ndarray, np.generic)) else v for k, v in dataset.attrs.items()}
+        a = {
+            k: v.tolist() if isinstance(v, (np.ndarray, np.generic)) else v
+            for k, v in dataset.attrs.items()
+        }
         return cls(
             STEP.sub("", path, count=1), path, dataset.shape, a.get("site", path.rpartition("/")[2]),
             tuple(a.get("axes", ())), a.get("order", 0), a.get("format", ""), a.get("mode", "rne"),
@@ -80,7 +83,7 @@ class Entry:
         return parts[0] if parts else ""
 
     def visible(self, where: tuple[slice, ...] = ()) -> np.ndarray | None:
-        """Which entries exist, of the part that `where` cuts out: a mask that broadcasts to it, None if all do.
+        """Which entries exist, of the part that `where` cuts out: a mask that broadcasts to it; None: all.
 
         Not there are the keys that causal attention hides from a query, and the tiles that it does not visit.
         """
@@ -144,7 +147,8 @@ class Dump:
             raise unknown(f"name in {self.path}", name, list(self))
         return self._array(found, ())
 
-    def entry(self, site: str, *, layer: int | None = None, direction: str | None = None, module: str | None = None) -> Entry:
+    def entry(self, site: str, *, layer: int | None = None, direction: str | None = None,
+              module: str | None = None) -> Entry:
         """Where a site is; an argument that is None may be anything, if that leaves one place, and the first
         direction is taken.
 
@@ -158,17 +162,18 @@ class Dump:
         found = [e for e in there if layer in (None, e.layer) and direction in (None, e.direction)
                  and module in (None, e.module)]
         if not found:
-            raise ValueError(f"{site} is not in {self.path} at layer={layer}, direction={direction}, module={module}; "
-                             f"it has {', '.join(e.name for e in there)}")
+            raise ValueError(
+                f"{site} is not in {self.path} at layer={layer}, direction={direction}, module={module}; "
+                f"it has {', '.join(e.name for e in there)}")
         found = [e for e in found if e.direction == found[0].direction]
         if len(found) > 1:
             raise ValueError(f"{site} is in several places of {self.path}, name one by layer= or module=: "
                              f"{', '.join(e.name for e in found)}")
         return found[0]
 
-    def read(self, site: str, *, layer: int | None = None, direction: str | None = None, module: str | None = None,
-             sample: int | None = None, head: int | None = None) -> np.ndarray:
-        """A site's array, in the dtype of its format; `sample` and `head` (numbers) pick one and drop the axis.
+    def read(self, site: str, *, layer: int | None = None, direction: str | None = None,
+             module: str | None = None, sample: int | None = None, head: int | None = None) -> np.ndarray:
+        """A site's array, in the dtype of its format; `sample` and `head` pick one and drop the axis.
 
         Raises:
             ValueError: as `entry`; no such sample or head.

@@ -155,8 +155,8 @@ class Sink(io.RawIOBase):
         super().close()
 
 
-def create_dataset(group: "h5py.Group", name: str, dtype: np.dtype, shape: Sequence[int], chunk: Sequence[int],
-                   growing: int = 0, fill: float = 0.0) -> "h5py.Dataset":
+def create_dataset(group: "h5py.Group", name: str, dtype: np.dtype, shape: Sequence[int],
+                   chunk: Sequence[int], growing: int = 0, fill: float = 0.0) -> "h5py.Dataset":
     """An empty dataset, chunked, shuffled and deflated; its first `growing` axes have no limit.
 
     What is never written reads as `fill`.
@@ -188,7 +188,9 @@ class ChunkWriter:
     """
 
     def __init__(self, sink: Sink) -> None:
-        workers = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        workers = min(
+            16,
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         self._sink = sink
         self._pool = ThreadPoolExecutor(workers)
         self._most = 3 * workers

@@ -1,7 +1,8 @@
-"""The bias of Ō and O against the number of ties in a row and the size of the rest: arXiv 2510.04212, section 3.3.
+"""The bias of Ō and O against the number of ties in a row and the size of the rest (arXiv 2510.04212, 3.3).
 
-Rows in which some keys tie at P̄ = 1, at a maximum uniform in [1, 16], and one more key has a given P̄; V uniform
-in [−4, −2], of the precision's own format. Errors are against fp64 arithmetic on the same exponents and V.
+Rows in which some keys tie at P̄ = 1, at a maximum uniform in [1, 16], and one more key has a given P̄;
+V uniform in [−4, −2], of the precision's own format. Errors are against fp64 arithmetic on the same
+exponents and V.
 """
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ def bias(precision: Precision | str, ties: int, rest: float, *, fix: Fix | str =
     """
     p = as_precision(precision)
     if p.is_fp64 or p.algorithm == "plain":
-        raise ValueError(f"precision {p.name}: name one of flash attention (plain has no Ō, fp64 is what is compared with)")
+        raise ValueError(
+            f"precision {p.name}: name one of flash attention (plain has no Ō, fp64 is what is compared with)"
+        )
     if ties < 1 or not 0 <= rest < 1:
         raise ValueError(f"ties {ties}, rest {rest}: valid: 1 or more, and 0 up to but not 1")
     format = _format(p)
@@ -71,12 +74,15 @@ def bias(precision: Precision | str, ties: int, rest: float, *, fix: Fix | str =
     found = []
     for name, value in (("o_bar", o_bar), ("o", o)):
         error = ((value - golden[name]) / ulp(golden[name], format)).reshape(-1)
-        found.append(Bias(p.name, name, format.name, ties, rest, float(error.mean()), float(error.std(ddof=1) / np.sqrt(error.size))))
+        found.append(
+            Bias(p.name, name, format.name, ties, rest, float(error.mean()),
+                 float(error.std(ddof=1) / np.sqrt(error.size))))
     return found[0], found[1]
 
 
-def table(precisions: Sequence[Precision | str], *, ties: Sequence[int] = TIES, rests: Sequence[float] = RESTS,
-          fix: Fix | str = "off", rows: int = 512, seed: int = 0) -> Iterator[Bias]:
+def table(precisions: Sequence[Precision | str], *, ties: Sequence[int] = TIES,
+          rests: Sequence[float] = RESTS, fix: Fix | str = "off", rows: int = 512,
+          seed: int = 0) -> Iterator[Bias]:
     """`bias` for each precision, number of ties and rest."""
     for precision in precisions:
         for n in ties:

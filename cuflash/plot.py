@@ -1,7 +1,7 @@
 """Figures of runs, dumps, differences and audits, for print: each function gives a matplotlib Figure.
 
-Colours are Okabe and Ito's, which the colour-blind tell apart, and lines differ in dashes too; maps are cividis,
-or PuOr where sign matters, with 0 white. Nothing here draws on a screen: `save` writes PNG, SVG or PDF.
+Colours are Okabe and Ito's, which the colour-blind tell apart, and lines differ in dashes too; maps are
+cividis, or PuOr where sign matters, with 0 white. Nothing is drawn on a screen: `save` writes files.
 """
 import math
 import os
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)),
+                           (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
 SUFFIXES = (".png", ".svg", ".pdf")
 _DELTA = r"$\delta_\mathrm{lp} - \delta_\mathrm{hp}$"
 _O = r"$O_\mathrm{lp} - O_\mathrm{hp}$"
@@ -92,14 +93,16 @@ def runs(metrics: Mapping[str, Sequence[Mapping[str, float]]]) -> "Figure":
             loss.plot(steps, column("loss"), label=label, **_line(i))
             measured = ~np.isnan(column("val_loss"))
             if measured.any():
-                loss.plot(steps[measured], column("val_loss")[measured], "o", markersize=3, color=COLOURS[i % 7],
+                validation = column("val_loss")[measured]
+                loss.plot(steps[measured], validation, "o", markersize=3, color=COLOURS[i % 7],
                           markerfacecolor="white")
                 validated = True
             norm.plot(steps, column("norm"), **_line(i))
             ties.plot(steps, 100 * column("ties") / column("rows"), **_line(i))
         norm.set_yscale("log")
-        for k, (ax, title, unit) in enumerate(((loss, "Loss", "nats a token"), (norm, "Gradient norm", "‖g‖₂, before clipping"),
-                                               (ties, "Rows with tied maxima", "% of attention's rows"))):
+        for k, (ax, title, unit) in enumerate(
+            ((loss, "Loss", "nats a token"), (norm, "Gradient norm", "‖g‖₂, before clipping"),
+             (ties, "Rows with tied maxima", "% of attention's rows"))):
             _letter(ax, k, title)
             ax.set_xlabel("step")
             ax.set_ylabel(unit)
@@ -110,8 +113,9 @@ def runs(metrics: Mapping[str, Sequence[Mapping[str, float]]]) -> "Figure":
 
 
 def spectral(steps: np.ndarray, norms: Mapping[str, np.ndarray]) -> "Figure":
-    """Spectral norm of each weight by layer over the steps (arXiv 2510.04212, figure 11), of W_Q by head at the
-    last one (figure 3).
+    """Spectral norm of each weight by layer over the steps, of W_Q by head at the last one.
+
+    Source: arXiv 2510.04212, figures 11 and 3.
 
     Args:
         norms: `spectral/L01/q` (n,), …, `spectral/L01/q_heads` (n, heads), as a run's layers.h5 has them.
@@ -138,7 +142,8 @@ def spectral(steps: np.ndarray, norms: Mapping[str, np.ndarray]) -> "Figure":
         fig.colorbar(mesh, ax=left, label="largest singular value")
         for i, (layer, value) in enumerate(heads.items()):
             style = _line(i)
-            right.plot(range(len(value)), value, marker="os^Dv<>"[i % 7], markersize=3, label=layer.replace("L0", "L"), **style)
+            right.plot(range(len(value)), value, marker="os^Dv<>"[i % 7], markersize=3,
+                       label=layer.replace("L0", "L"), **style)
         right.set_xlabel("head")
         right.set_ylabel("largest singular value")
         right.xaxis.get_major_locator().set_params(integer=True)
@@ -161,7 +166,8 @@ def heat_maps(dump: Dump, *, sites: Sequence[str] = ("attn.s", "attn.p"), layer:
         for k, (ax, site) in enumerate(zip(np.ravel(fig.subplots(1, len(sites))), sites)):
             e = dump.entry(site, layer=layer)
             if e.axes[-2:] != ("query", "key"):
-                raise ValueError(f"{site} has axes {', '.join(e.axes)}; a heat map is of one with query and key, as attn.s")
+                raise ValueError(f"{site} has axes {', '.join(e.axes)}; a heat map is of one with query and "
+                                 "key, as attn.s")
             s, h = _chosen(e, sample, head)
             values = dump.read(site, layer=layer, sample=s, head=h).astype(np.float64)
             visible = e.visible()
@@ -170,26 +176,27 @@ def heat_maps(dump: Dump, *, sites: Sequence[str] = ("attn.s", "attn.p"), layer:
             finite = values[np.isfinite(values)]
             signed = finite.size > 0 and finite.min() < 0
             largest = float(np.abs(finite).max(initial=0)) or 1.0
-            limits = {"vmin": -largest, "vmax": largest, "cmap": "PuOr"} if signed else {"vmin": 0, "vmax": largest, "cmap": "cividis"}
+            low, colours = (-largest, "PuOr") if signed else (0.0, "cividis")
             rows = e.rows or range(e.shape[-2])
             ax.set_facecolor("0.85")
             ax.spines[:].set_visible(False)
-            mesh = ax.imshow(values, aspect="auto", interpolation="nearest", extent=(-0.5, values.shape[1] - 0.5, rows[-1] + 0.5,
-                                                                                      rows[0] - 0.5), **limits)
+            mesh = ax.imshow(values, aspect="auto", interpolation="nearest",
+                             extent=(-0.5, values.shape[1] - 0.5, rows[-1] + 0.5, rows[0] - 0.5),
+                             vmin=low, vmax=largest, cmap=colours)
             ax.set_xlabel("key")
             ax.set_ylabel("query")
             place = f"layer {e.layer}, head {h}, sample {s}" if e.layer is not None else f"head {h}"
             _letter(ax, k, f"{site} in {e.format}, {place}")
-            fig.colorbar(mesh, ax=ax, label=f"{site}, unscaled" if site == "attn.s" and "attn.s_scaled" not in _sites(dump) else site)
+            fig.colorbar(mesh, ax=ax, label=site)
         return fig
 
 
 def row(dump: Dump, *, query: int, feature: int, layer: int | None = None, sample: int | None = None,
         head: int | None = None) -> "Figure":
-    """One row of P̄ beside one column of V, and the error that rounding Ō would make if the sum ended at each key
-    (arXiv 2510.04212, figure 6).
+    """One row of P̄ beside one column of V, and the error of rounding Ō if the sum ended at each key.
 
-    P̄ is rescaled to the row's final maximum. The dump must hold attn.p, attn.v and, with several tiles, attn.alpha.
+    P̄ is rescaled to the row's final maximum. The dump must hold attn.p, attn.v and, with several tiles,
+    attn.alpha. Source: arXiv 2510.04212, figure 6.
 
     Raises:
         ValueError: it does not, or the row or feature is not there.
@@ -200,11 +207,13 @@ def row(dump: Dump, *, query: int, feature: int, layer: int | None = None, sampl
     rows = list(e.rows) if e.rows else list(range(e.shape[-2]))
     v = dump.read("attn.v", **where).astype(np.float64)
     if query not in rows or not 0 <= feature < v.shape[1]:
-        raise ValueError(f"query {query}, feature {feature}: the dump has queries {rows[0]} to {rows[-1]} and features 0 to {v.shape[1] - 1}")
+        raise ValueError(f"query {query}, feature {feature}: the dump has queries {rows[0]} to {rows[-1]} "
+                         f"and features 0 to {v.shape[1] - 1}")
     p = _final_p(dump, e, rows.index(query), where)
     keys = np.flatnonzero(_visible_keys(e, rows.index(query), len(p)))
     p, v = p[keys], v[keys, feature]
-    rounding = next((x for x in (_entry(dump, n, layer) for n in ("attn.pv", "attn.o_acc", "attn.o")) if x and x.format != "fp32"), None)
+    sites = (_entry(dump, name, layer) for name in ("attn.pv", "attn.o_acc", "attn.o"))
+    rounding = next((x for x in sites if x and x.format != "fp32"), None)
     format = as_format(rounding.format if rounding else "bf16")
     exact = np.cumsum(p * v)
     error = round_to(exact, format) - exact
@@ -224,7 +233,8 @@ def row(dump: Dump, *, query: int, feature: int, layer: int | None = None, sampl
         bottom.axhline(0, color="0.6", linewidth=0.6)
         bottom.step(keys, error, where="post", color="black")
         ones = p == 1
-        bottom.plot(keys[ones], error[ones], "o", markersize=4, markerfacecolor="white", color=COLOURS[1], label="P̄ = 1")
+        bottom.plot(keys[ones], error[ones], "o", markersize=4, markerfacecolor="white", color=COLOURS[1],
+                    label="P̄ = 1")
         bottom.set_xlabel("key")
         bottom.set_ylabel(f"error in {format.name}")
         _letter(bottom, 1, "Error of Ō, were the sum rounded after this key")
@@ -240,12 +250,13 @@ def _final_p(dump: Dump, e: Entry, index: int, where: Mapping[str, Any]) -> np.n
     tiles = _entry(dump, "attn.alpha", where["layer"])
     if tiles is None:
         if m is not None and "tile" in m.axes and m.shape[m.axes.index("tile")] > 1:
-            raise ValueError(f"{dump.path} has several tiles and no attn.alpha, which rescales P̄: dump attn.alpha, too")
+            raise ValueError(
+                f"{dump.path} has several tiles and no attn.alpha, which rescales P̄: dump attn.alpha, too")
         return p
     alpha = dump.read("attn.alpha", **where)[:, index].astype(np.float64)
     width = (tiles.tile or (None, None))[1] or len(p)
     visible = tiles.visible()
-    visited = np.ones(len(alpha), bool) if visible is None else np.broadcast_to(visible, tiles.shape)[0, 0, :, index]
+    visited = np.broadcast_to(True if visible is None else visible, tiles.shape)[0, 0, :, index]
     later = 1.0
     order = range(len(alpha)) if tiles.tile_order == "descending" else range(len(alpha) - 1, -1, -1)
     for j in order:  # the last tile first
@@ -275,8 +286,10 @@ def _chosen(e: Entry, sample: int | None, head: int | None) -> tuple[int, int]:
 # ---- differences --------------------------------------------------------------------------------
 
 def histograms(a: Dump, b: Dump, sites: Sequence[str], *, layer: int | None = None) -> "Figure":
-    """How (A − B)/ulp is distributed at each site, as `cuflash diff` measures it; the triangle is the mean, which
-    the title gives too. The outermost bars hold what lies beyond them, 2 % of the values.
+    """How (A − B)/ulp is distributed at each site, as `cuflash diff` measures it.
+
+    The triangle is the mean, which the title gives too. The outermost bars hold what lies beyond them, 2 %
+    of the values.
 
     Raises:
         ValueError: a site is not in both, or the shapes differ.
@@ -291,8 +304,9 @@ def histograms(a: Dump, b: Dump, sites: Sequence[str], *, layer: int | None = No
         for k, (ax, site) in enumerate(zip(axes, sites)):
             errors = ulp_errors(a, b, site, layer=layer)
             reach = max(0.55, float(np.quantile(np.abs(errors), 0.98)) if errors.size else 0)
-            ax.hist(np.clip(errors, -reach, reach), bins=41, range=(-reach, reach), weights=np.full(errors.size, 100 / max(errors.size, 1)),
-                    color=COLOURS[4], edgecolor=COLOURS[0], linewidth=0.3)
+            ax.hist(np.clip(errors, -reach, reach), bins=41, range=(-reach, reach),
+                    weights=np.full(errors.size, 100 / max(errors.size, 1)), color=COLOURS[4],
+                    edgecolor=COLOURS[0], linewidth=0.3)
             mean = float(errors.mean()) if errors.size else 0.0
             ax.plot(mean, 0, "^", color=COLOURS[1], markersize=5, clip_on=False, zorder=5)
             ax.axvline(0, color="0.4", linewidth=0.6)
@@ -305,8 +319,11 @@ def histograms(a: Dump, b: Dump, sites: Sequence[str], *, layer: int | None = No
 
 
 def differences(found: Diff) -> "Figure":
-    """Each site that differs, in the order of execution: signed mean error with twice its standard error, mean
-    size of the error, share of values that are not the same bits."""
+    """Each site that differs, in the order of execution.
+
+    Signed mean error with twice its standard error, mean size of the error, share of values that are not the
+    same bits.
+    """
     sites = [s for s in found.sites if s.differs and s.shapes is None and math.isfinite(s.signed_ulp)]
     if not sites:
         raise ValueError(f"{found.a} and {found.b} differ at no site: there is nothing to plot")
@@ -317,11 +334,12 @@ def differences(found: Diff) -> "Figure":
         mean, se = (np.array([getattr(s, n) for s in sites]) for n in ("signed_ulp", "se"))
         sure = np.abs(mean) >= 4 * se
         signed.axvline(0, color="0.4", linewidth=0.6)
-        for chosen, fill, label in ((sure, COLOURS[1], "4 standard errors or more"), (~sure, "white", "less")):
-            signed.errorbar(mean[chosen], y[chosen], xerr=2 * se[chosen], fmt="o", markersize=3.5, color=COLOURS[1], markerfacecolor=fill,
-                            elinewidth=0.8, label=label)
+        for chosen, fill, label in ((sure, COLOURS[1], "4 standard errors or more"),
+                                    (~sure, "white", "less")):
+            signed.errorbar(mean[chosen], y[chosen], xerr=2 * se[chosen], fmt="o", markersize=3.5,
+                            color=COLOURS[1], markerfacecolor=fill, elinewidth=0.8, label=label)
         signed.set_xscale("symlog", linthresh=1.0, linscale=1.5)
-        decades = [10.0**d for d in range(0, 12, 2) if 10.0**d <= 3 * np.abs(mean).max()] if np.abs(mean).max() >= 1 else [0.5, 1]
+        decades = [10.0**d for d in range(0, 12, 2) if d == 0 or 10.0**d <= 3 * np.abs(mean).max()]
         signed.set_xticks([*(-d for d in reversed(decades)), 0, *decades])
         signed.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0, handletextpad=0.2)
         size.barh(y, [s.mean_ulp for s in sites], color=COLOURS[4], edgecolor=COLOURS[0], linewidth=0.4)
@@ -331,7 +349,8 @@ def differences(found: Diff) -> "Figure":
         share.set_xlim(0, 100)
         signed.set_yticks(y, [s.name for s in sites])
         signed.set_ylim(len(sites) - 0.4, -0.6)
-        for ax, label in ((signed, "mean of (A − B) / ulp, ± 2 s.e."), (size, "mean of |A − B| / ulp"), (share, "% not the same bits")):
+        for ax, label in ((signed, "mean of (A − B) / ulp, ± 2 s.e."), (size, "mean of |A − B| / ulp"),
+                          (share, "% not the same bits")):
             ax.set_xlabel(label)
             ax.grid(axis="y", color="0.9", linewidth=0.5)
             ax.set_axisbelow(True)
@@ -340,9 +359,12 @@ def differences(found: Diff) -> "Figure":
 
 # ---- audits -------------------------------------------------------------------------------------
 
-def error_maps(m: ErrorMap, *, layer: int, sample: int | None = None, head: int | None = None, token: int | None = None) -> "Figure":
-    """(δ_lp − δ_hp)[T] by token and head with its running sum, and by feature at one token: O_lp − O_hp and dO
-    (arXiv 2510.04212, figures 5 and 12).
+
+def error_maps(m: ErrorMap, *, layer: int, sample: int | None = None, head: int | None = None,
+               token: int | None = None) -> "Figure":
+    """(δ_lp − δ_hp)[T] by token and head, its running sum, and at one token O_lp − O_hp and dO by feature.
+
+    Source: arXiv 2510.04212, figures 5 and 12.
 
     Args:
         head, token: of the lower panels; default where |δ_lp − δ_hp| is largest.
@@ -352,13 +374,15 @@ def error_maps(m: ErrorMap, *, layer: int, sample: int | None = None, head: int 
         h = int(np.argmax(np.abs(m.delta[b]).max(axis=-1)))
     else:
         h = m.heads.index(_known("head", head, m.heads))
-    t = int(np.argmax(np.abs(m.delta[b, h]))) if token is None else _known("token", token, range(m.delta.shape[-1]))
+    tokens = range(m.delta.shape[-1])
+    t = int(np.argmax(np.abs(m.delta[b, h]))) if token is None else _known("token", token, tokens)
     with _style():
         fig = _figure(WIDTH, 4.2)
         upper, lower = fig.subfigures(2, 1)
         (top, total), (o, features) = (half.subplots(1, 2, width_ratios=(3, 2)) for half in (upper, lower))
         largest = float(np.abs(m.delta[b]).max()) or 1.0
-        mesh = top.imshow(m.delta[b], aspect="auto", cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest",
+        mesh = top.imshow(m.delta[b], aspect="auto", cmap="PuOr", vmin=-largest, vmax=largest,
+                          interpolation="nearest",
                           extent=(-0.5, m.delta.shape[-1] - 0.5, len(m.heads) - 0.5, -0.5))
         top.set_yticks(range(len(m.heads)), m.heads)
         upper.colorbar(mesh, ax=top, label=_DELTA)
@@ -367,8 +391,9 @@ def error_maps(m: ErrorMap, *, layer: int, sample: int | None = None, head: int 
         total.axhline(0, color="0.6", linewidth=0.6)
         for i, number in enumerate(m.heads):
             strong = i == h
-            total.plot(np.cumsum(m.delta[b, i]), linewidth=1.4 if strong else 0.7, color=COLOURS[1] if strong else "0.7",
-                       zorder=3 if strong else 2, label=f"head {number}" if strong else None)
+            total.plot(np.cumsum(m.delta[b, i]), linewidth=1.4 if strong else 0.7,
+                       color=COLOURS[1] if strong else "0.7", zorder=3 if strong else 2,
+                       label=f"head {number}" if strong else None)
         total.set(xlabel="token", ylabel=f"Σ ({_DELTA})")
         total.legend()
         _letter(total, 1, "Running sum over the tokens")
@@ -412,13 +437,15 @@ def bias(rows: Sequence[Bias]) -> "Figure":
                 ax.axhline(0, color="0.6", linewidth=0.6)
                 for k, n in enumerate(ties):
                     found = {b.rest: b for b in rows if (b.precision, b.x, b.ties) == (precision, x, n)}
-                    ax.errorbar(range(len(rests)), [found[r].mean for r in rests], yerr=[2 * found[r].se for r in rests],
-                                marker="os^Dv<>"[k % 7], markersize=3, label=str(n), elinewidth=0.7, **_line(k))
+                    ax.errorbar(range(len(rests)), [found[r].mean for r in rests],
+                                yerr=[2 * found[r].se for r in rests], marker="os^Dv<>"[k % 7], markersize=3,
+                                label=str(n), elinewidth=0.7, **_line(k))
                 ax.set_xticks(range(len(rests)), [f"{r:g}" for r in rests])
                 _letter(ax, 2 * i + j, f"{label}, {precision}")
                 if i == len(precisions) - 1:
                     ax.set_xlabel("P̄ of the rest of the row")
                 if j == 0:
-                    ax.set_ylabel(f"mean error in ulp of {next(b.format for b in rows if b.precision == precision)}")
+                    ax.set_ylabel(
+                        f"mean error in ulp of {next(b.format for b in rows if b.precision == precision)}")
         axes[0, 1].legend(title="keys at P̄ = 1", ncols=2)
         return fig

@@ -31,7 +31,7 @@ def unwatched() -> Iterator[None]:
 
 
 def watched(watch: "Watch | None") -> "Watch | None":
-    """The watch of a call: the one it was given together with those of the blocks around it; None if there is none."""
+    """The watch of a call: the given one together with those of the blocks around it; None if none."""
     watches = _WATCHES.get() if watch is None else (*_WATCHES.get(), watch)
     if len(watches) < 2:
         return watches[0] if watches else None

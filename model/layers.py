@@ -1,4 +1,4 @@
-"""layers.h5 of a run: spectral norms of the weights, and what the watched sites measured, by step, layer and head."""
+"""layers.h5 of a run: spectral norms of the weights and what watched sites measured, by step, layer, head."""
 import io
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,14 +15,15 @@ from cuflash.whole_file import whole_file
 
 LAYERS = "layers.h5"
 FORMAT = "cuflash layers 1"
-MEASURES = ("count", "mean", "se", "away", "away_se", "max", "overflow", "underflow", "ties", "changed", "nonfinite")
+MEASURES = ("count", "mean", "se", "away", "away_se", "max", "overflow", "underflow", "ties", "changed",
+            "nonfinite")
 ITERATIONS = 30
 
 
 class Layers(Mapping[str, np.ndarray]):
-    """Series over `steps`: `spectral/L01/q` (n,), `spectral/L01/q_heads` (n, heads), `sites/fwd/L01/attn.pv/mean` (n, heads).
+    """Series over `steps`, NaN where a step has no value.
 
-    NaN where a step has no value.
+    `spectral/L01/q` (n,), `spectral/L01/q_heads` (n, heads), `sites/fwd/L01/attn.pv/mean` (n, heads).
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Layers(Mapping[str, np.ndarray]):
 
 
 def spectral_norm(w: Any, iterations: int = ITERATIONS) -> float:
-    """The largest singular value of a matrix (NumPy or CuPy), from below, by power iteration from a fixed start."""
+    """The largest singular value of a matrix (NumPy, CuPy), from below: power iteration, fixed start."""
     v = w.T @ (w.sum(axis=1) + w[:, 0])
     for _ in range(iterations):
         norm = float((v * v).sum()) ** 0.5
@@ -124,4 +125,8 @@ def site_series(by_head: Iterable[SiteStatistics]) -> dict[str, Any]:
     heads: dict[str, list[SiteStatistics]] = {}
     for s in by_head:
         heads.setdefault("sites/" + place_name(s.direction, s.layer, s.module, s.site), []).append(s)
-    return {f"{name}/{measure}": [getattr(s, measure) for s in some] for name, some in heads.items() for measure in MEASURES}
+    return {
+        f"{name}/{measure}": [getattr(s, measure) for s in some]
+        for name, some in heads.items()
+        for measure in MEASURES
+    }

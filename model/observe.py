@@ -65,7 +65,7 @@ class Observer:
         return watch
 
     def log(self, step: int) -> str | None:
-        """Takes what was measured since the last call; a line with the most biased sites, if any are watched."""
+        """Takes what was measured since the last call; a line with the most biased sites, if watched."""
         values = spectral_norms(self.model)
         line = None
         if self._wanted is not None:

@@ -44,9 +44,10 @@ class Pass:
         return loss, grads
 
 
-def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | None = None, data_seed: int | None = None,
-             batch_size: int | None = None, samples: Sequence[int] | None = None, precision: str | None = None,
-             rounds: Sequence[str] = (), settings: Sequence[str] = (), fix: Fix | str | None = None) -> Pass:
+def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | None = None,
+             data_seed: int | None = None, batch_size: int | None = None,
+             samples: Sequence[int] | None = None, precision: str | None = None, rounds: Sequence[str] = (),
+             settings: Sequence[str] = (), fix: Fix | str | None = None) -> Pass:
     """The pass of a run's checkpoint, or of a checkpoint file.
 
     Args:
@@ -69,7 +70,8 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
     elif step is not None and step != at:
         raise ValueError(f"--step {step}: {path} is the checkpoint of step {at}")
     if data is None:
-        raise ValueError(f"{path} is a checkpoint and no run, so it says nothing of data: name one with --data")
+        raise ValueError(
+            f"{path} is a checkpoint and no run, so it says nothing of data: name one with --data")
     size = batch_size or 1
     if samples is not None:
         outside = [s for s in samples if not 0 <= s < size]
@@ -78,7 +80,8 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
         size = max(samples) + 1
     loaded = load(data)
     loaded.check(header.model.vocab_size, header.model.block_size)
-    x, y = batch(loaded.train, header.model.block_size, range(size), seed=1 if data_seed is None else data_seed, step=at + 1)
+    x, y = batch(loaded.train, header.model.block_size, range(size),
+                 seed=1 if data_seed is None else data_seed, step=at + 1)
     p = as_precision(precision) if precision else model.precision
     p = p.set(*settings).round(*rounds)
     model = GPT(header.model, model.params, p, as_fix(header.fix if fix is None else fix))
@@ -104,4 +107,7 @@ def captures(p: Pass, layers: Sequence[int], *, heads: Sequence[int] | None = No
         p.run()
     finally:
         p.model.watch = None
-    return {i: Capture.of(**arrays, causal=True, layer=i, heads=heads, batch=samples) for i, arrays in found.items()}
+    return {
+        i: Capture.of(**arrays, causal=True, layer=i, heads=heads, batch=samples)
+        for i, arrays in found.items()
+    }

@@ -12,8 +12,8 @@ from cuflash.model.passes import captures, one_pass
 from cuflash.model.run import Run
 from tests.test_cli import run
 
-TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2", "--steps", "2",
-        "--data", "synthetic:words,size=20000", "--device", "cpu", "--precision", "bf16")
+TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2",
+        "--steps", "2", "--data", "synthetic:words,size=20000", "--device", "cpu", "--precision", "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +33,30 @@ def test_captures_are_what_attention_took(trained, tmp_path):
         assert np.array_equal(getattr(found, name), d.read(f"attn.{name}", layer=1).astype(np.float32))
     assert np.array_equal(found.do, d.read("attn.do", layer=1).astype(np.float32))
     again = found.run(p.model.precision)
-    assert np.array_equal(again.o, d.read("attn.o", layer=1)) and np.array_equal(again.dq, d.read("attn.dq", layer=1))
+    assert np.array_equal(again.o, d.read("attn.o", layer=1)) and np.array_equal(
+        again.dq, d.read("attn.dq", layer=1))
 
 
 def test_the_command(trained, tmp_path):
     out = tmp_path / "a.h5"
-    text = run("audit", str(trained), "--no-cures", "-o", str(out), "--json", str(tmp_path / "a.json"), "--heads", "1",
-               "--precision", "bf16", "--precision", "fp32")
-    assert "layer 0: bf16-paper" in text and "layer 1: fp32" in text and "attention's inputs in step 3, 2 samples" in text
+    text = run("audit", str(trained), "--no-cures", "-o", str(out), "--json", str(tmp_path / "a.json"),
+               "--heads", "1", "--precision", "bf16", "--precision", "fp32")
+    for words in ("layer 0: bf16-paper", "layer 1: fp32", "attention's inputs in step 3, 2 samples"):
+        assert words in text
     data = json.loads((tmp_path / "a.json").read_text())["layers"]
     assert [d["layer"] for d in data] == [0, 1] and len(data[0]["audits"]) == 2
     maps, tokens = read_maps(out)
-    assert list(maps) == [0, 1] and [m.precision for m in maps[1]] == ["bf16-paper", "fp32"] and tokens.shape == (2, 16)
+    assert list(maps) == [0, 1] and [m.precision
+                                     for m in maps[1]] == ["bf16-paper", "fp32"] and tokens.shape == (2, 16)
     m = maps[1][0]
-    assert m.heads == (1,) and m.batch == (0, 1) and m.delta.shape == (2, 1, 16) and m.o.shape == (2, 1, 16, 8)
+    assert m.heads == (1, ) and m.batch == (0, 1) and m.delta.shape == (2, 1, 16) and m.o.shape == (2, 1, 16,
+                                                                                                    8)
     assert m.delta.mean() == pytest.approx(data[1]["audits"][0]["delta"]["mean"], rel=1e-12)
-    # fp32 rounds dO∘O's sum alone beside; under bf16 the products are rounded, too: half an ulp of 8 bits each
+    # under bf16 the products dO∘O are rounded, too: half an ulp of 8 bits each
     rounding = np.abs(m.do).max() * np.abs(m.o + 1).max() * 8 * 2**-8
     assert np.abs(m.by_feature.sum(-1) - m.delta).max() < rounding
-    run("audit", str(Run(trained).checkpoint_path(2)), "--data", "synthetic:words,size=20000", "--layers", "0", "--no-cures")
+    run("audit", str(Run(trained).checkpoint_path(2)), "--data", "synthetic:words,size=20000", "--layers",
+        "0", "--no-cures")
 
 
 def test_errors_of_o_and_delta_against_direct_computation(trained, tmp_path):
@@ -67,8 +72,10 @@ def test_errors_of_o_and_delta_against_direct_computation(trained, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (("--layers", "2"), "--layers 2: the model has layers 0 to 1"), (("--causal",), "are for a file of arrays"),
-    (("--step", "1"), "--step 1: no such checkpoint"), (("--batch", "5"), "--batch 5: the batch has samples 0 to 1"),
+    (("--layers", "2"), "--layers 2: the model has layers 0 to 1"),
+    (("--causal", ), "are for a file of arrays"),
+    (("--step", "1"), "--step 1: no such checkpoint"),
+    (("--batch", "5"), "--batch 5: the batch has samples 0 to 1"),
 ])
 def test_mistakes(trained, arguments, message):
     assert message in " ".join(run("audit", str(trained), *arguments, code=2).split())

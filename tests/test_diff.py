@@ -35,7 +35,7 @@ def wide(x):
 # ---- dumps --------------------------------------------------------------------------------------
 
 def test_the_papers_case(tmp_path):
-    """Two exact ties, V in [−4, −2], a rest of the same sign below 1e-4: half of the sums are turned away from 0."""
+    """Two exact ties, V in [−4, −2], a rest of the same sign below 1e-4: half of the sums turn away."""
     q, k, v = paper_case(512, seed=31)
     for precision in ("bf16", "fp32"):
         record(tmp_path / f"{precision}.h5", q, k, v, precision=precision)
@@ -57,8 +57,8 @@ def test_measures_against_direct_computation(tmp_path):
     b = record(tmp_path / "b.h5", q, k, v, do, causal=True, precision="fp32")
     found = {s.name: s for s in diff(a, b).sites}
     assert list(found) == list(read(a))
-    for name in ("fwd/L00/attn.p", "fwd/L00/attn.o_acc", "bwd/L00/attn.dq", "bwd/L00/attn.dk_acc", "fwd/L00/attn.x",
-                 "fwd/L00/attn.lse"):
+    for name in ("fwd/L00/attn.p", "fwd/L00/attn.o_acc", "bwd/L00/attn.dq", "bwd/L00/attn.dk_acc",
+                 "fwd/L00/attn.x", "fwd/L00/attn.lse"):
         x, y = wide(read(a)[name]), wide(read(b)[name])
         shown = read(a).entry(name.rpartition("/")[2]).visible()
         shown = np.broadcast_to(True if shown is None else shown, x.shape)
@@ -66,7 +66,8 @@ def test_measures_against_direct_computation(tmp_path):
         assert s.values == np.count_nonzero(shown) and (name.endswith(("dq", "lse")) or s.values < x.size)
         assert s.equal == np.mean((x == y)[shown])
         x, y = x[shown], y[shown]
-        error = (x - y) / ulp(np.maximum(np.abs(y), np.abs(x) / 2), "fp32" if name.endswith("lse") else "bf16")
+        error = (x - y) / ulp(np.maximum(np.abs(y),
+                                         np.abs(x) / 2), "fp32" if name.endswith("lse") else "bf16")
         assert s.max_abs == np.abs(x - y).max() and s.max_ulp == np.abs(error).max()
         # sums of fp64 numbers in another order
         assert s.signed_ulp == pytest.approx(error.mean(), rel=1e-9, abs=1e-12)
@@ -80,7 +81,8 @@ def test_standard_error_of_independent_errors_and_of_columns_that_err_alike(tmp_
     rng = np.random.default_rng(33)
     x = rng.uniform(1, 2, (300, 200)).astype(np.float32)
     column = np.repeat(x[:1], 300, axis=0)
-    write(tmp_path / "a.h5", free=round_to(x, "bf16").astype(ml_dtypes.bfloat16).astype(np.float16), column=round_to(column, "bf16"))
+    write(tmp_path / "a.h5", free=round_to(x, "bf16").astype(ml_dtypes.bfloat16).astype(np.float16),
+          column=round_to(column, "bf16"))
     write(tmp_path / "b.h5", free=x, column=column)
     found = {s.name: s for s in diff(tmp_path / "a.h5", tmp_path / "b.h5").sites}
     errors = (wide(round_to(x[0], "bf16")) - x[0]) / 2.0**-23
@@ -115,7 +117,8 @@ def test_blocks_do_not_change_the_measures(tmp_path, monkeypatch):
         for field in ("name", "values", "equal", "max_abs", "max_ulp", "first", "nonfinite"):
             np.testing.assert_equal(getattr(x, field), getattr(y, field), err_msg=f"{x.name} {field}")
         for field in ("signed_ulp", "se", "mean_ulp", "cosine"):  # sums in another order
-            assert getattr(x, field) == pytest.approx(getattr(y, field), rel=1e-9, abs=1e-15, nan_ok=True), (x.name, field)
+            assert getattr(x, field) == pytest.approx(getattr(y, field), rel=1e-9, abs=1e-15,
+                                                      nan_ok=True), (x.name, field)
 
 
 # ---- any HDF5 -----------------------------------------------------------------------------------
@@ -129,10 +132,12 @@ def write(path, **arrays):
 
 def test_any_two_files(tmp_path):
     nan, inf = np.nan, np.inf
-    a = write(tmp_path / "a.h5", g__x=np.float32([1, -0.0, nan, inf, inf, 5]), n=np.int64([2**60, 3]), t=b"same", s=np.float64(2),
-              shape=np.zeros(3), mine=np.zeros(2), empty=np.zeros((0, 3)), flag=np.array([True, False]))
-    b = write(tmp_path / "b.h5", g__x=np.float64([1, 0.0, nan, inf, -inf, 5.5]), n=np.int64([2**60 + 1, 3]), t=b"same", s=np.float64(2),
-              shape=np.zeros(4), yours=np.zeros(2), empty=np.zeros((0, 3)), flag=np.array([True, True]))
+    a = write(tmp_path / "a.h5", g__x=np.float32([1, -0.0, nan, inf, inf, 5]), n=np.int64([2**60, 3]),
+              t=b"same", s=np.float64(2), shape=np.zeros(3), mine=np.zeros(2), empty=np.zeros(
+                  (0, 3)), flag=np.array([True, False]))
+    b = write(tmp_path / "b.h5", g__x=np.float64([1, 0.0, nan, inf, -inf, 5.5]), n=np.int64([2**60 + 1, 3]),
+              t=b"same", s=np.float64(2), shape=np.zeros(4), yours=np.zeros(2), empty=np.zeros(
+                  (0, 3)), flag=np.array([True, True]))
     found = diff(a, b)
     by = {s.name: s for s in found.sites}
     x = by["g/x"]
@@ -147,7 +152,8 @@ def test_any_two_files(tmp_path):
 
 def test_bf16_files_differ_in_bf16_ulp(tmp_path):
     q, k, v, _ = inputs(1, 1, 1, 20, 20, 8, seed=36)
-    a, b = (record(tmp_path / f"{n}.h5", q, k, x, precision="bf16") for n, x in (("a", v), ("b", v * np.float32(1 + 2**-7))))
+    a, b = (record(tmp_path / f"{n}.h5", q, k, x, precision="bf16")
+            for n, x in (("a", v), ("b", v * np.float32(1 + 2**-7))))
     s = next(s for s in diff(a, b).sites if s.site == "attn.v")
     x, y = wide(read(a).read("attn.v")), wide(read(b).read("attn.v"))
     assert s.max_ulp == np.abs((x - y) / ulp(np.maximum(np.abs(y), np.abs(x) / 2), "bf16")).max()
@@ -165,9 +171,14 @@ def test_an_ulp_is_that_of_the_rounded_value_and_bounded_near_zero(tmp_path):
 
 
 @pytest.mark.parametrize("name, patterns, wanted", [
-    ("fwd/L01/attn.p", ["attn.p"], True), ("fwd/L01/attn.pv", ["attn.p"], False), ("fwd/L01/attn.p", ["attn"], True),
-    ("fwd/L01/attn.p", ["fwd/L01"], True), ("fwd/L11/attn.p", ["fwd/L1"], False), ("fwd/L01/c_fc/linear.y", ["c_fc/linear.y"], True),
-    ("fwd/L01/attn.p", ["*/L0[01]/attn.?"], True), ("bwd/L01/attn.p", ["fwd/*"], False),
+    ("fwd/L01/attn.p", ["attn.p"], True),
+    ("fwd/L01/attn.pv", ["attn.p"], False),
+    ("fwd/L01/attn.p", ["attn"], True),
+    ("fwd/L01/attn.p", ["fwd/L01"], True),
+    ("fwd/L11/attn.p", ["fwd/L1"], False),
+    ("fwd/L01/c_fc/linear.y", ["c_fc/linear.y"], True),
+    ("fwd/L01/attn.p", ["*/L0[01]/attn.?"], True),
+    ("bwd/L01/attn.p", ["fwd/*"], False),
 ])
 def test_names(name, patterns, wanted):
     assert matches(name, patterns) is wanted
@@ -206,7 +217,8 @@ def save(path, changed=None, n_embd=16):
     for name, change in (changed or {}).items():
         params[name] = params[name] + change
     zeros = {n: np.zeros_like(p) for n, p in params.items()}
-    checkpoint.save(path, checkpoint.State(1, params, zeros, zeros), checkpoint.Header(config, "", "off", 1, "", "bytes"))
+    checkpoint.save(path, checkpoint.State(1, params, zeros, zeros),
+                    checkpoint.Header(config, "", "off", 1, "", "bytes"))
     return path
 
 
@@ -221,11 +233,14 @@ def test_weights(tmp_path):
     d = np.abs(wide(w) - (w + noise))
     x = found["h.0.mlp.c_fc.weight"]
     assert x.max_abs == d.max() and x.mean_abs == pytest.approx(d.mean(), rel=1e-12)
-    assert x.wasserstein == pytest.approx(np.abs(np.sort(wide(w), None) - np.sort(wide(w + noise), None)).mean(), rel=1e-12)
-    assert found["ln_f.weight"].wasserstein == 0.5 and not found["wte"].differs and found["wte"].wasserstein == 0
+    assert x.wasserstein == pytest.approx(
+        np.abs(np.sort(wide(w), None) - np.sort(wide(w + noise), None)).mean(), rel=1e-12)
+    assert found["ln_f.weight"].wasserstein == 0.5 and not found["wte"].differs and found[
+        "wte"].wasserstein == 0
     total = sum(p.size for p in params.values())
     assert found["all"].shape == (total,) and found["all"].max_abs == x.max_abs
-    assert found["all"].equal == pytest.approx(1 - (noise.size + 16) / total, abs=2 / total)  # one or two noises vanish
+    assert found["all"].equal == pytest.approx(1 - (noise.size + 16) / total,
+                                               abs=2 / total)  # one or two noises vanish
     with pytest.raises(ValueError, match="of different models: h.0.attn.c_attn.weight has shape"):
         diff_weights(a, save(tmp_path / "c.h5", n_embd=8))
     with pytest.raises(ValueError, match="is not a checkpoint: it has no group params"):
@@ -238,16 +253,20 @@ def test_csv_json_sorted_filtered(tmp_path):
     q, k, v, do = inputs(1, 1, 1, 40, 40, 8, seed=38)
     a = record(tmp_path / "a.h5", q, k, v, do, precision="bf16")
     b = record(tmp_path / "b.h5", q, k, v, do, precision="fp32")
-    text = run("diff", str(a), str(b), "--site", "attn.p", "--site", "fwd/*/attn.o*", "--csv", str(tmp_path / "x.csv"),
-               "--json", str(tmp_path / "x.json"), code=1)
+    text = run("diff", str(a), str(b), "--site", "attn.p", "--site", "fwd/*/attn.o*", "--csv",
+               str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json"), code=1)
     data = json.loads((tmp_path / "x.json").read_text())
     names = [s["name"] for s in data["sites"]]
     assert names == [f"fwd/L00/attn.{s}" for s in ("p", "o_scaled", "o_acc", "o")] and data["differs"] is True
     with open(tmp_path / "x.csv", newline="") as f:
         rows = list(csv.DictReader(f))
-    assert [r["name"] for r in rows] == names and float(rows[0]["signed_ulp"]) == data["sites"][0]["signed_ulp"]
+    assert [r["name"]
+            for r in rows] == names and float(rows[0]["signed_ulp"]) == data["sites"][0]["signed_ulp"]
     assert max(len(line) for line in text.splitlines()) <= 110
-    order = [line.split()[0] for line in run("diff", str(a), str(b), "--sort", "equal", code=1).splitlines() if line.startswith("  fwd/")]
+    order = [
+        line.split()[0] for line in run("diff", str(a), str(b), "--sort", "equal", code=1).splitlines()
+        if line.startswith("  fwd/")
+    ]
     equal = {s.name: s.equal for s in diff(a, b).sites}
     assert [equal[n] for n in order] == sorted(equal[n] for n in order) and len(order) > 5
 
@@ -256,9 +275,12 @@ def test_mistakes_of_the_command(tmp_path):
     a = write(tmp_path / "a.h5", x=np.zeros(2))
     b = write(tmp_path / "b.h5", y=np.zeros(2))
     (tmp_path / "text.h5").write_text("hello")
-    for arguments, message in ((("a.h5", "b.h5"), "no dataset has one name in"), (("a.h5", "none.h5"), "no such file"),
-                               (("a.h5", "text.h5"), "not an HDF5 file"), (("a.h5", "."), "a file and a folder"),
-                               ((".", "."), "is not a run folder"), (("a.h5", "a.h5", "--site", "zz"), "of those chosen by zz")):
-        text = run("diff", *(str(tmp_path / x) if x == "." or x.endswith("h5") else x for x in arguments), code=2)
+    for arguments, message in ((("a.h5", "b.h5"), "no dataset has one name in"),
+                               (("a.h5", "none.h5"), "no such file"), (("a.h5", "text.h5"),
+                                                                       "not an HDF5 file"),
+                               (("a.h5", "."), "a file and a folder"), ((".", "."), "is not a run folder"),
+                               (("a.h5", "a.h5", "--site", "zz"), "of those chosen by zz")):
+        text = run("diff", *(str(tmp_path / x) if x == "." or x.endswith("h5") else x for x in arguments),
+                   code=2)
         assert message in " ".join(text.split()) and "Traceback" not in text, text
     assert a and b

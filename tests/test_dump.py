@@ -23,12 +23,14 @@ from cuflash.site_table import SITES
 from cuflash.sites import Rounder
 
 BF16 = ml_dtypes.bfloat16
-needs_h5dump = pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump (hdf5-tools) is not installed")
+needs_h5dump = pytest.mark.skipif(
+    shutil.which("h5dump") is None, reason="h5dump (hdf5-tools) is not installed")
 
 
 def inputs(batch, heads, kv_heads, tq, tk, d, seed):
     rng = np.random.default_rng(seed)
-    shapes = ((batch, heads, tq, d), (batch, kv_heads, tk, d), (batch, kv_heads, tk, d), (batch, heads, tq, d))
+    shapes = ((batch, heads, tq, d), (batch, kv_heads, tk, d), (batch, kv_heads, tk, d), (batch, heads, tq,
+                                                                                          d))
     return [rng.standard_normal(s).astype(np.float32) for s in shapes]
 
 
@@ -44,7 +46,9 @@ class Pieces:
         self.seen = []
 
     def __call__(self, rnd, site, x, y):
-        self.seen.append((rnd.direction, site, list(rnd.samples), list(rnd.heads), rnd.q, rnd.k, rnd.tile, rnd.visible, y.copy()))
+        self.seen.append(
+            (rnd.direction, site, list(rnd.samples), list(rnd.heads), rnd.q, rnd.k, rnd.tile, rnd.visible,
+             y.copy()))
 
     def check(self, dump, rows=None):
         """Compares all pieces with a dump of layer 0, all heads; counts what they cover."""
@@ -166,7 +170,8 @@ def test_mistakes(tmp_path, narrow, message):
 
 def test_a_second_call_at_the_same_place_is_refused_and_elsewhere_is_not(tmp_path):
     q, k, v, do = inputs(1, 2, 2, 20, 20, 8, seed=4)
-    with pytest.raises(ValueError, match="step_00000000/fwd/L00/attn.o came twice: a recording takes one pass"):
+    with pytest.raises(ValueError,
+                       match="step_00000000/fwd/L00/attn.o came twice: a recording takes one pass"):
         with recording(tmp_path / "x.h5", "attn.o"):
             flash_attention(q, k, v, precision="bf16")
             flash_attention(q, k, v, precision="bf16")
@@ -230,15 +235,19 @@ def test_a_training_pass(tmp_path):
             round_weight(rnd, "grad", g)
     assert loss == plain and all(np.array_equal(grads[n], plain_grads[n]) for n in grads)
     dump = read(tmp_path / "x.h5")
-    assert dump["fwd/lm_head/logits"].shape == (4, 12, 11) and dump["fwd/L01/c_fc/linear.y"].shape == (4, 12, 64)
-    assert np.array_equal(dump["fwd/L01/c_attn/linear.w"].astype(np.float32), model.params["h.1.attn.c_attn.weight"].astype(BF16).astype(np.float32))
+    assert dump["fwd/lm_head/logits"].shape == (4, 12, 11) and dump["fwd/L01/c_fc/linear.y"].shape == (4, 12,
+                                                                                                       64)
+    assert np.array_equal(dump["fwd/L01/c_attn/linear.w"].astype(np.float32),
+                          model.params["h.1.attn.c_attn.weight"].astype(BF16).astype(np.float32))
     assert dump["fwd/L01/c_attn/linear.w.bias"].shape == (48,)
-    for name, dataset in (("h.1.ln_1.weight", "L01/ln_1/grad"), ("h.1.ln_1.bias", "L01/ln_1/grad.bias"), ("wpe", "wpe/grad"),
-                          ("h.0.mlp.c_fc.bias", "L00/c_fc/grad.bias"), ("h.0.mlp.c_fc.weight", "L00/c_fc/grad")):
+    for name, dataset in (("h.1.ln_1.weight", "L01/ln_1/grad"), ("h.1.ln_1.bias", "L01/ln_1/grad.bias"),
+                          ("wpe", "wpe/grad"), ("h.0.mlp.c_fc.bias", "L00/c_fc/grad.bias"),
+                          ("h.0.mlp.c_fc.weight", "L00/c_fc/grad")):
         assert np.array_equal(dump[f"bwd/{dataset}"], grads[name]), name
     assert np.array_equal(dump["bwd/L00/c_fc/linear.dw"][0].astype(np.float32), grads["h.0.mlp.c_fc.weight"])
     names = list(dump)
-    assert names[0] == "fwd/wte/embed" and names.index("fwd/L01/attn.p") < names.index("bwd/L01/attn.s") < names.index("bwd/L00/attn.s")
+    assert names[0] == "fwd/wte/embed" and names.index("fwd/L01/attn.p") < names.index(
+        "bwd/L01/attn.s") < names.index("bwd/L00/attn.s")
     assert dump.read("linear.y", layer=1, module="c_fc").dtype == BF16
     with pytest.raises(ValueError, match="linear.y is in several places .* name one by layer= or module="):
         dump.read("linear.y", layer=1)
@@ -254,7 +263,8 @@ def test_micro_batches_lengthen_the_samples(tmp_path):
     model, grads = small_gpt(bias=False), {}
     with recording(tmp_path / "x.h5", ["attn", "linear", "ln.y"], layers=[1], batch=[1, 2, 3], rows=[0, 5]):
         for i in (0, 2):
-            _, grads, _ = model.loss_and_grads(x[i:i + 2], y[i:i + 2], Key(0, 1, sample=i), grads=grads, n_micro=2)
+            _, grads, _ = model.loss_and_grads(x[i:i + 2], y[i:i + 2], Key(0, 1, sample=i), grads=grads,
+                                               n_micro=2)
     dump = read(tmp_path / "x.h5")
     assert all(e.layer in (1, None) for e in dump.entries)
     assert dump.entry("attn.p").samples == (1, 2, 3) and dump.read("attn.p").shape == (3, 2, 2, 12)
@@ -265,7 +275,9 @@ def test_micro_batches_lengthen_the_samples(tmp_path):
 
 def test_selection():
     wanted = Selection(["fwd/attn.s", "c_fc/linear", "gelu.y"])
-    assert ("fwd", "", "attn.s") in wanted and ("bwd", "", "attn.s") not in wanted and ("fwd", "", "attn.s_scaled") not in wanted
+    assert ("fwd", "", "attn.s") in wanted and ("bwd", "",
+                                                "attn.s") not in wanted and ("fwd", "",
+                                                                             "attn.s_scaled") not in wanted
     assert ("bwd", "c_fc", "linear.dy") in wanted and ("bwd", "c_attn", "linear.dy") not in wanted
     assert ("fwd", "c_fc", "gelu.y") in wanted and ("fwd", "wte", "embed") not in wanted
     assert ("fwd", "wte", "embed") in Selection("all")
@@ -281,14 +293,17 @@ def test_attributes(tmp_path):
         o, saved = flash_attention_forward(q, k, v, causal=True, precision="bf16", key=Key(77, 3))
         flash_attention_backward(do, saved, precision="fp32")
     with h5py.File(tmp_path / "x.h5") as f:
-        assert f.attrs["seed"] == 77 and f.attrs["step"] == 3 and f.attrs["device"] == "cpu" and f.attrs["fix"] == "off"
+        assert f.attrs["seed"] == 77 and f.attrs["step"] == 3 and f.attrs["device"] == "cpu" and f.attrs[
+            "fix"] == "off"
         assert Precision.from_toml(f.attrs["precision"]) == Precision.named("bf16")
         p = f["step_00000003/fwd/L00/attn.p"]
         assert (p.attrs["site"], p.attrs["format"], p.attrs["mode"]) == ("attn.p", "bf16", "rne")
         assert p.attrs["axes"].tolist() == ["sample", "head", "query", "key"] == [d.label for d in p.dims]
         assert p.compression == "gzip" and p.shuffle and p.chunks
-        np.testing.assert_array_equal(p[...], read(tmp_path / "x.h5").read("attn.p").astype(np.float32))  # plain h5py
-        assert Precision.from_toml(f["step_00000003/bwd/L00/attn.ds"].attrs["precision"]) == Precision.named("fp32")
+        np.testing.assert_array_equal(p[...],
+                                      read(tmp_path / "x.h5").read("attn.p").astype(np.float32))  # plain h5py
+        assert Precision.from_toml(
+            f["step_00000003/bwd/L00/attn.ds"].attrs["precision"]) == Precision.named("fp32")
 
 
 @needs_h5dump
@@ -301,8 +316,9 @@ def test_h5dump_prints_numbers(tmp_path, format):
         recorder(rnd, site, x.reshape(1, 8, 1), x.reshape(1, 8, 1))
     recorder.finish()
     recorder.close()
-    text = subprocess.run(["h5dump", "-y", "-d", "/step_00000000/fwd/L00/attn.o", "-A", "0", str(tmp_path / "x.h5")],
-                          capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["h5dump", "-y", "-d", "/step_00000000/fwd/L00/attn.o", "-A", "0",
+         str(tmp_path / "x.h5")], capture_output=True, text=True, check=True).stdout
     numbers = re.search(r"DATA \{(.*?)\}", text, re.S)[1].replace(",", " ").split()
     if format == "fp8_e4m3":  # uint8 of its bits: HDF5 would read 448 as NaN
         assert [int(n) for n in numbers] == values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).tolist()
@@ -312,7 +328,8 @@ def test_h5dump_prints_numbers(tmp_path, format):
 
 
 def test_all_bits_survive(tmp_path):
-    for dtype, bits in ((BF16, np.uint16), (ml_dtypes.float8_e5m2, np.uint8), (ml_dtypes.float8_e4m3fn, np.uint8), (np.float16, np.uint16)):
+    for dtype, bits in ((BF16, np.uint16), (ml_dtypes.float8_e5m2, np.uint8),
+                        (ml_dtypes.float8_e4m3fn, np.uint8), (np.float16, np.uint16)):
         every = np.arange(np.iinfo(bits).max + 1).astype(bits).reshape(16, -1)
         with h5py.File(tmp_path / "x.h5", "w") as f:
             dataset = hdf5.create_dataset(f, "a/b", np.dtype(dtype), every.shape, (4, every.shape[1]))
@@ -397,7 +414,8 @@ def test_a_kill_leaves_the_earlier_file_whole(tmp_path):
     q, k, v, _ = inputs(1, 1, 1, 20, 20, 8, seed=13)
     with recording(path):
         o = flash_attention(q, k, v, precision="bf16")
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"here\n"
     process.kill()
     process.wait()
@@ -413,7 +431,8 @@ def test_foreign_and_damaged_files(tmp_path):
     (tmp_path / "text.h5").write_text("hello")
     with h5py.File(tmp_path / "other.h5", "w") as f:
         f["x"] = np.zeros(3)
-    for name, message in (("cut", "damaged, cut short or not HDF5"), ("text", "damaged, cut short or not HDF5"),
+    for name, message in (("cut", "damaged, cut short or not HDF5"), ("text",
+                                                                      "damaged, cut short or not HDF5"),
                           ("other", "but not a dump of cuflash"), ("none", "no such file")):
         with pytest.raises(ValueError, match=message):
             read(tmp_path / f"{name}.h5")
@@ -424,7 +443,8 @@ def test_bf16_reads_at_the_speed_of_uint16(tmp_path):
     values = rng.standard_normal(1 << 22).astype(BF16)
     with h5py.File(tmp_path / "x.h5", "w") as f:
         bf16 = hdf5.create_dataset(f, "bf16", values.dtype, values.shape, (1 << 17,))
-        uint16 = f.create_dataset("uint16", values.shape, np.uint16, chunks=(1 << 17,), shuffle=True, compression=1)
+        uint16 = f.create_dataset("uint16", values.shape, np.uint16, chunks=(1 << 17, ), shuffle=True,
+                                  compression=1)
         for i in range(0, len(values), 1 << 17):
             for dataset in (bf16, uint16):
                 dataset.id.write_direct_chunk((i,), hdf5._deflated(values[i:i + (1 << 17)]))

@@ -12,8 +12,8 @@ from cuflash.model.run import Run
 from cuflash.precision import Precision
 from tests.test_cli import run
 
-TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2", "--grad-accum", "2",
-        "--data", "synthetic:words,size=20000", "--device", "cpu", "--log-every", "2")
+TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2",
+        "--grad-accum", "2", "--data", "synthetic:words,size=20000", "--device", "cpu", "--log-every", "2")
 
 
 def losses(folder):
@@ -28,14 +28,16 @@ def params(folder, step):
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "watched"
-    text = run("train", *TINY, "--steps", "6", "--precision", "bf16", "--out", str(folder), "--checkpoint-every", "3",
-               "--watch", "attn,linear.y", "--dump-every", "3", "--dump-sites", "all")
+    text = run("train", *TINY, "--steps", "6", "--precision", "bf16", "--out", str(folder),
+               "--checkpoint-every", "3", "--watch", "attn,linear.y", "--dump-every", "3", "--dump-sites",
+               "all")
     return folder, text
 
 
 def test_losses_and_weights_are_those_of_a_run_that_nobody_watches(watched, tmp_path):
     folder, text = watched
-    run("train", *TINY, "--steps", "6", "--precision", "bf16", "--out", str(tmp_path / "plain"), "--checkpoint-every", "3")
+    run("train", *TINY, "--steps", "6", "--precision", "bf16", "--out", str(tmp_path / "plain"),
+        "--checkpoint-every", "3")
     assert losses(folder) == losses(tmp_path / "plain")
     a, b = params(folder, 6), params(tmp_path / "plain", 6)
     assert all(np.array_equal(a[n], b[n]) for n in a)
@@ -70,17 +72,20 @@ def test_dumped_weights_are_those_of_the_checkpoint(watched):
 def test_cuflash_dump_of_a_checkpoint_is_the_dump_of_the_step_after_it(watched, tmp_path):
     """Step 6's dump has weights of step 5; so a run whose checkpoints lie one step before its dumps."""
     folder = tmp_path / "run"
-    run("train", *TINY[:10], "--data", "synthetic:words,size=20000", "--device", "cpu", "--steps", "4", "--out", str(folder),
-        "--checkpoint-every", "3", "--dump-every", "4", "--dump-sites", "attn,gelu.y", "--precision", "bf16-fa2")
+    run("train", *TINY[:10], "--data", "synthetic:words,size=20000", "--device", "cpu", "--steps", "4",
+        "--out", str(folder), "--checkpoint-every", "3", "--dump-every", "4", "--dump-sites", "attn,gelu.y",
+        "--precision", "bf16-fa2")
     text = run("dump", str(folder), "--step", "3", "--sites", "attn,gelu.y", "-o", str(tmp_path / "x.h5"))
     assert "sites of step 4 under bf16-fa2" in text
     assert "the same bits" in run("diff", str(Run(folder).dump_path(4)), str(tmp_path / "x.h5"))
-    run("dump", str(Run(folder).checkpoint_path(3)), "--data", "synthetic:words,size=20000", "--batch-size", "2", "--sites", "attn",
-        "--layers", "1", "--heads", "0", "--batch", "1", "--rows", "3-5", "-o", str(tmp_path / "y.h5"))
+    run("dump", str(Run(folder).checkpoint_path(3)), "--data", "synthetic:words,size=20000", "--batch-size",
+        "2", "--sites", "attn", "--layers", "1", "--heads", "0", "--batch", "1", "--rows", "3-5", "-o",
+        str(tmp_path / "y.h5"))
     whole, part = read(tmp_path / "x.h5").read("attn.p", layer=1), read(tmp_path / "y.h5").read("attn.p")
     assert np.array_equal(part, whole[1:2, :1, 3:6])
     run("dump", str(folder), "--step", "3", "--precision", "fp32", "-o", str(tmp_path / "z.h5"))
-    assert "first difference: fwd/L00/attn.q" in run("diff", str(tmp_path / "x.h5"), str(tmp_path / "z.h5"), code=1)
+    assert "first difference: fwd/L00/attn.q" in run("diff", str(tmp_path / "x.h5"), str(tmp_path / "z.h5"),
+                                                     code=1)
     assert "weights at step 4" in run("diff", str(folder), str(folder))
 
 
@@ -91,7 +96,8 @@ def test_cuflash_dump_of_a_checkpoint_is_the_dump_of_the_step_after_it(watched, 
     (("--rows", "5-3"), "a range goes up"),
     (("--sites", "atn"), "unknown site 'atn': did you mean 'attn"),
     (("--step", "7"), "--step 7: no such checkpoint"),
-    (("--precision", "bf16-fa2", "--sites", "attn.pv"), "site attn.pv does not exist on its own under order=fa2"),
+    (("--precision", "bf16-fa2", "--sites", "attn.pv"),
+     "site attn.pv does not exist on its own under order=fa2"),
     (("--data", "/nowhere"), "--data /nowhere: no such file or folder"),
 ])
 def test_mistakes_of_dump(watched, tmp_path, arguments, message):
@@ -106,8 +112,10 @@ def test_a_checkpoint_file_needs_data(watched, tmp_path):
 
 
 def test_mistakes_of_train(tmp_path):
-    for arguments, message in ((("--watch", "attn.pp"), "unknown site 'attn.pp'"), (("--dump-every", "-1"), "--dump-every is -1"),
-                               (("--precision", "bf16-fa2", "--watch", "attn.pv"), "does not exist on its own")):
+    for arguments, message in ((("--watch", "attn.pp"), "unknown site 'attn.pp'"),
+                               (("--dump-every", "-1"), "--dump-every is -1"), (("--precision", "bf16-fa2",
+                                                                                 "--watch", "attn.pv"),
+                                                                                "does not exist on its own")):
         text = " ".join(run("train", *TINY, "--out", str(tmp_path / "x"), *arguments, code=2).split())
         assert message in text and os.listdir(tmp_path) == []
 
@@ -125,15 +133,16 @@ def test_resume_goes_on_with_layers(watched, tmp_path):
 
 def test_the_dump_of_a_step_that_fails_is_kept(tmp_path):
     folder = tmp_path / "x"
-    text = run("train", *TINY, "--steps", "9", "--out", str(folder), "--precision", "all-fp16", "--lr", "1e4", "--warmup-steps", "0",
-               "--grad-clip", "0", "--dump-every", "1", code=2)
+    text = run("train", *TINY, "--steps", "9", "--out", str(folder), "--precision", "all-fp16", "--lr", "1e4",
+               "--warmup-steps", "0", "--grad-clip", "0", "--dump-every", "1", code=2)
     step = Run(folder).dumps()[-1]
     assert f"step {step}: " in text
     site = text.split("appeared at site ")[1].split(";")[0]
     d = read(Run(folder).dump_path(step))
     if "attn." in site:
         direction, layer, name = site.split("/")
-        assert not np.isfinite(d.read(name, direction=direction, layer=int(layer[1:])).astype(np.float32)).all()
+        assert not np.isfinite(d.read(name, direction=direction, layer=int(layer[1:])).astype(
+            np.float32)).all()
     assert d.attributes["step"] == step and len(d) > 40
 
 
@@ -147,7 +156,8 @@ def test_a_full_disk_at_a_dump_keeps_the_run(tmp_path, monkeypatch):
             self.error = self.error or OSError(28, "No space left on device")
         return len(data)
     monkeypatch.setattr(hdf5.Sink, "write", full)
-    text = run("train", *TINY, "--steps", "4", "--out", str(tmp_path / "x"), "--checkpoint-every", "1", "--dump-every", "3", code=2)
+    text = run("train", *TINY, "--steps", "4", "--out", str(tmp_path / "x"), "--checkpoint-every", "1",
+               "--dump-every", "3", code=2)
     assert "step_00000003.h5: No space left on device" in " ".join(text.split()) and "--resume" in text
     assert os.listdir(tmp_path / "x/dumps") == []
     assert [s for s, _ in Run(tmp_path / "x").checkpoints()] == [1, 2]
@@ -168,4 +178,5 @@ def test_spectral_norms_against_svd():
     found = spectral_norms(model)
     q = model.params["h.1.attn.c_attn.weight"][:16]
     assert found["spectral/L01/q"] == pytest.approx(np.linalg.norm(q, 2), rel=0.01)
-    assert found["spectral/L01/q_heads"] == pytest.approx([np.linalg.norm(q[:8], 2), np.linalg.norm(q[8:], 2)], rel=0.01)
+    assert found["spectral/L01/q_heads"] == pytest.approx(
+        [np.linalg.norm(q[:8], 2), np.linalg.norm(q[8:], 2)], rel=0.01)

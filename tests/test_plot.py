@@ -27,33 +27,44 @@ def dumps(tmp_path_factory):
     q, k, v, do = inputs(1, 2, 2, 60, 60, 8, seed=51)
     for name, precision in (("a", "bf16"), ("b", "fp32")):
         with recording(folder / f"{name}.h5"):
-            o, saved = flash_attention_forward(q, k, v, causal=True, precision=Precision.named(precision).replace(tile=(16, 16)))
+            o, saved = flash_attention_forward(q, k, v, causal=True,
+                                               precision=Precision.named(precision).replace(tile=(16, 16)))
             flash_attention_backward(do, saved)
     return folder
 
 
 def texts(figure):
-    return " | ".join(t.get_text() for ax in figure.axes for t in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label))
+    return " | ".join(t.get_text() for ax in figure.axes
+                      for t in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label))
 
 
 def test_runs():
-    rows = [{"step": s, "loss": 4 - s / 10, "norm": 1.0, "ties": s, "rows": 100, "val_loss": 3.0 if s == 4 else np.nan} for s in range(5)]
+    rows = [{
+        "step": s, "loss": 4 - s / 10, "norm": 1.0, "ties": s, "rows": 100,
+        "val_loss": 3.0 if s == 4 else np.nan
+    } for s in range(5)]
     figure = plot.runs({"one": rows, "two": rows[:3]})
     loss, norm, ties = figure.axes
     assert np.array_equal(loss.lines[0].get_ydata(), [4, 3.9, 3.8, 3.7, 3.6]) and len(loss.lines) == 4
     assert np.array_equal(ties.lines[1].get_ydata(), [0, 1, 2]) and norm.get_yscale() == "log"
     assert [t.get_text() for t in loss.get_legend().get_texts()] == ["one", "two", "validation"]
-    assert loss.lines[0].get_color() != loss.lines[-2].get_color() and loss.lines[0].get_linestyle() != loss.lines[2].get_linestyle()
+    assert loss.lines[0].get_color() != loss.lines[-2].get_color() and loss.lines[0].get_linestyle(
+    ) != loss.lines[2].get_linestyle()
     for word in ("step", "nats a token", "% of attention's rows"):
         assert word in texts(figure)
 
 
 def test_spectral():
-    norms = {f"spectral/L0{i}/{n}": np.arange(3.0) + i for i in range(2) for n in ("q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    norms = {
+        f"spectral/L0{i}/{n}": np.arange(3.0) + i
+        for i in range(2)
+        for n in ("q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     norms |= {f"spectral/L0{i}/q_heads": np.ones((3, 4)) * i for i in range(2)}
     figure = plot.spectral(np.array([10, 20, 30]), norms)
     left, right = figure.axes[:2]
-    assert left.images[0].get_array().shape == (12, 3) and [t.get_text() for t in left.get_yticklabels()][:3] == ["L0 q", "L0 k", "L0 v"]
+    assert left.images[0].get_array().shape == (12, 3) and [t.get_text() for t in left.get_yticklabels()
+                                                            ][:3] == ["L0 q", "L0 k", "L0 v"]
     assert len(right.lines) == 2 and np.array_equal(right.lines[1].get_ydata(), [1, 1, 1, 1])
     with pytest.raises(ValueError, match="no spectral norms"):
         plot.spectral(np.array([1]), {})
@@ -66,7 +77,8 @@ def test_heat_maps(dumps):
     hidden = ~np.tril(np.ones((60, 60), bool))
     assert np.array_equal(np.ma.getmaskarray(p), hidden)
     assert np.array_equal(p[~hidden], d.read("attn.p", head=1, sample=0).astype(float)[~hidden])
-    assert s.min() < 0 and figure.axes[0].images[0].cmap.name == "PuOr" and figure.axes[1].images[0].cmap.name == "cividis"
+    assert s.min(
+    ) < 0 and figure.axes[0].images[0].cmap.name == "PuOr" and figure.axes[1].images[0].cmap.name == "cividis"
     assert "attn.s in bf16, layer 0, head 1, sample 0" in texts(figure)
     with pytest.raises(ValueError, match="attn.o has axes sample, head, query, feature; a heat map"):
         plot.heat_maps(d, sites=["attn.o"])
@@ -89,7 +101,8 @@ def test_a_row_is_rescaled_to_its_final_maximum(tmp_path, precision):
     error = bottom.lines[1].get_ydata()
     exact = np.cumsum(shown * d.read("attn.v", sample=0, head=0)[:51, 3].astype(float))
     assert (np.abs(error) <= np.maximum(np.abs(exact), 2**-126) * 2**-8).all() and np.abs(error).max() > 0
-    with pytest.raises(ValueError, match="query 60, feature 3: the dump has queries 0 to 59 and features 0 to 7"):
+    with pytest.raises(ValueError,
+                       match="query 60, feature 3: the dump has queries 0 to 59 and features 0 to 7"):
         plot.row(d, query=60, feature=3)
     with recording(tmp_path / "y.h5", "attn.p,attn.v,attn.m"):
         flash_attention_forward(q, k, v, precision=p)
@@ -104,7 +117,8 @@ def test_histograms_and_differences(dumps, tmp_path):
             flash_attention_forward(q, k, v, precision=precision)
     figure = plot.histograms(read(tmp_path / "bf16.h5"), read(tmp_path / "fp32.h5"), ["attn.pv", "attn.v"])
     pv, same = figure.axes
-    assert pv._left_title.get_text().startswith("attn.pv: -0.2") and same._left_title.get_text() == "attn.v: +0.000"
+    assert pv._left_title.get_text().startswith(
+        "attn.pv: -0.2") and same._left_title.get_text() == "attn.v: +0.000"
     assert sum(p.get_height() for p in pv.patches) == pytest.approx(100)
     from cuflash.diff import diff
     figure = plot.differences(diff(dumps / "a.h5", dumps / "b.h5"))
@@ -140,12 +154,16 @@ def test_files(dumps, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (("a.h5", "-o", "x.gif"), "is written as one of .png"), (("a.h5", "-o", "x.png", "--kind", "heta"), "unknown --kind 'heta': did you mean 'heat'"),
+    (("a.h5", "-o", "x.gif"), "is written as one of .png"),
+    (("a.h5", "-o", "x.png", "--kind", "heta"), "unknown --kind 'heta': did you mean 'heat'"),
     (("a.h5", "-o", "x.png", "--kind", "curves"), "--kind curves is for runs; these sources give heat, row"),
     (("a.h5", "b.h5", "a.h5", "-o", "x.png"), "3 sources of this sort (dump) do not go into one plot"),
-    (("a.h5", "other.h5", "-o", "x.png"), "an HDF5 file, but no dump and no audit"), (("a.h5", "-o", "x.png", "--layer", "3"), "at layer=3"),
-    (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"), ((".", "-o", "x.png"), "is not a run folder"),
-    (("x.json", "-o", "x.png"), "is not the JSON of cuflash audit --monte-carlo"), (("a.h5", "x.json", "-o", "x.png"), "are of several sorts"),
+    (("a.h5", "other.h5", "-o", "x.png"), "an HDF5 file, but no dump and no audit"),
+    (("a.h5", "-o", "x.png", "--layer", "3"), "at layer=3"),
+    (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"),
+    ((".", "-o", "x.png"), "is not a run folder"),
+    (("x.json", "-o", "x.png"), "is not the JSON of cuflash audit --monte-carlo"),
+    (("a.h5", "x.json", "-o", "x.png"), "are of several sorts"),
 ])
 def test_mistakes(dumps, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(dumps)
