@@ -51,15 +51,15 @@ def attention(against: str, precisions: tuple[str, ...], fix: str, chosen: tuple
     cupy, timer = import_cupy(), b.Timer(repeats)
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     product, copy = b.ceilings(timer)
-    click.echo(f"{device}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, Python {platform.python_version()}, "
-               f"{datetime.date.today()}; bf16 8192³ product {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
+    click.echo(f"{device}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
+               f"Python {platform.python_version()}, {datetime.date.today()}; bf16 8192³ product {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
     click.echo("TFLOP/s forward / backward (share of the roofline)\n")
     click.echo("| shape | " + " | ".join(programs) + " |")
     click.echo("|---" * (len(programs) + 1) + "|")
     for row, times in b.compare(tuple(rows or b.ROWS), programs, timer):
         roof = min(product, row.flops() / row.bytes() * copy)
-        cells = [" / ".join(f"{work * row.flops() / t / 1e12:.0f} ({work * row.flops() / t / roof:.0%})" for work, t in zip((1, 2.5), pair))
-                 for pair in times.values()]
+        cells = [" / ".join(f"{work * row.flops() / t / 1e12:.0f} ({work * row.flops() / t / roof:.0%})"
+                            for work, t in zip((1, 2.5), pair)) for pair in times.values()]
         click.echo(f"| {row} | " + " | ".join(cells) + " |")
 
 

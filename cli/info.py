@@ -6,7 +6,7 @@ import click
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Compare kernels and reference bit for bit on this GPU, in about 20 seconds.")
+@click.option("--check", is_flag=True, help="Compare kernels and reference bit for bit on this GPU.")
 @click.option("--seed", type=int, help="Of the inputs of --check; drawn and printed by default.")
 def info(check: bool, seed: int | None) -> None:
     """Device, versions, what can run here and why not.
@@ -38,5 +38,6 @@ def _check(seed: int) -> None:
             wrong.append(f"{case.precision.describe()}, fix {case.fix}, {case.distribution} inputs, "
                          f"{case.heads}×{case.tq}×{case.tk}×{case.d}: {', '.join(names)}")
     if wrong:
-        raise click.ClickException(f"kernel and reference differ in {len(wrong)} of {cases} cases (seed {seed}):\n" + "\n".join(wrong))
+        raise click.ClickException(f"kernel and reference differ in {len(wrong)} of {cases} cases (seed {seed}):\n"
+                                   + "\n".join(wrong))
     click.echo(f"\nkernel and reference give the same bits: {cases} cases, {len(OUTPUTS)} outputs each (seed {seed})")

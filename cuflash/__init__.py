@@ -17,7 +17,8 @@ NUMERICS_VERSION = 1  # rises when any bits change
 
 # Public names and their modules, imported when first asked for.
 _PUBLIC = {
-    "Precision": "precision", "Fix": "fixes", "Mode": "formats", "Key": "philox", "round_to": "formats", "dot": "accumulators",
+    "Precision": "precision", "Fix": "fixes", "Mode": "formats", "Key": "philox",
+    "round_to": "formats", "dot": "accumulators",
     "info": "environment", "Run": "model.run",
 }
 __all__ = ["NUMERICS_VERSION", "__version__", *_PUBLIC]
