@@ -18,7 +18,7 @@ KINDS = {
     "heat": "a dump: maps of S and P̄ (or --sites)",
     "row": "a dump: a row of P̄ beside V[:, i], the running error of Ō",
     "histograms": "two dumps: errors at each of --sites",
-    "diff": "two dumps: every site that differs",
+    "diff": "two dumps, or cuflash diff's --json: every site that differs",
     "errors": "an audit's -o file: errors of δ and O by token and feature",
     "bias": "an audit's Monte Carlo (--json): bias against ties and rest",
 }
@@ -44,7 +44,7 @@ KINDS = {
 def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
     """Draw a run or several, a dump, two dumps, or an audit.
 
-    SOURCE is a run folder, a dump, the -o file of an audit or the --json of its Monte Carlo.
+    SOURCE is a run folder, a dump, the -o file of an audit, or what --json of a diff or a Monte Carlo wrote.
     """
     with user_errors():
         from cuflash.plot import SUFFIXES, save
@@ -71,7 +71,7 @@ def _what(source: str) -> str:
     if os.path.isdir(source):
         return "run"
     if source.endswith(".json"):
-        return "bias"
+        return "diff" if "sites" in _json(source) else "bias"
     import h5py
     if not h5py.is_hdf5(source):
         raise ValueError(f"{source}: not a run folder, an HDF5 or a JSON file of cuflash")
@@ -92,6 +92,7 @@ def _fitting(what: str, count: int) -> dict[str, Callable[[tuple[str, ...], dict
         ("dump", False): {"histograms": _histograms, "diff": _diff},
         ("audit", True): {"errors": _errors},
         ("bias", True): {"bias": _bias},
+        ("diff", True): {"diff": _diff_json},
     }.get((what, count == 1))
     if found is None or what == "dump" and count > 2:
         raise ValueError(f"{count} sources of this sort ({what}) do not go into one plot")
@@ -159,6 +160,24 @@ def _diff(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     return plot.differences(diff(*sources, names))
 
 
+def _diff_json(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
+    from cuflash import plot
+    from cuflash.diff import Diff
+    try:
+        return plot.differences(Diff.from_dict(_json(sources[0])))
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{sources[0]} is not the JSON of cuflash diff ({e})") from e
+
+
+def _json(source: str) -> dict[str, Any]:
+    try:
+        with open(source, encoding="utf-8") as f:
+            found = json.load(f)
+    except ValueError as e:
+        raise ValueError(f"{source} is not JSON: {e}") from e
+    return found if isinstance(found, dict) else {}
+
+
 def _errors(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
     from cuflash.audit_map import read_maps
@@ -178,9 +197,8 @@ def _bias(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
     from cuflash.monte_carlo import Bias
     try:
-        with open(sources[0], encoding="utf-8") as f:
-            rows = [Bias(**row) for row in json.load(f)["bias"]]
-    except (ValueError, KeyError, TypeError) as e:
+        rows = [Bias(**row) for row in _json(sources[0])["bias"]]
+    except (KeyError, TypeError) as e:
         raise ValueError(f"{sources[0]} is not the JSON of cuflash audit --monte-carlo ({e})") from e
     return plot.bias(rows)
 

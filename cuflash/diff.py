@@ -108,6 +108,14 @@ class Diff:
     def differs(self) -> bool:
         return bool(self.first or self.only_a or self.only_b)
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Diff":
+        """What `to_dict` gave, read back from JSON."""
+        names = {f.name: f.type for f in dataclasses.fields(SiteDiff)}
+        rows = [{k: math.nan if v is None and names[k] is float else v for k, v in row.items() if k in names}
+                for row in data["sites"]]
+        return cls(data["a"], data["b"], [SiteDiff(**row) for row in rows], data["only_a"], data["only_b"])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no NaN: None stands for it."""
         rows = [plain(dataclasses.asdict(s) | {"differs": s.differs, "z": s.z}) for s in self.sites]

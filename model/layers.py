@@ -9,6 +9,7 @@ import numpy as np
 from cuflash.dump import place_name
 from cuflash.dump_file import datasets
 from cuflash.errors import unknown
+from cuflash.launch import on_gpu
 from cuflash.model.gpt import GPT
 from cuflash.statistics import SiteStatistics
 from cuflash.whole_file import whole_file
@@ -91,15 +92,18 @@ class Layers(Mapping[str, np.ndarray]):
             partial.write_bytes(image.getbuffer())
 
 
-def spectral_norm(w: Any, iterations: int = ITERATIONS) -> float:
-    """The largest singular value of a matrix (NumPy, CuPy), from below: power iteration, fixed start."""
-    v = w.T @ (w.sum(axis=1) + w[:, 0])
-    for _ in range(iterations):
-        norm = float((v * v).sum()) ** 0.5
-        if not 0 < norm < np.inf:
-            return norm
-        v = w.T @ (w @ (v / norm))
-    return float((v * v).sum()) ** 0.25
+def spectral_norm(w: Any) -> np.ndarray:
+    """The largest singular values of a stack of matrices (B, m, n), NumPy or CuPy: (B,) on the host.
+
+    From below, by power iteration from a fixed start, so a function of the weights alone.
+    """
+    v = w.swapaxes(1, 2) @ (w.sum(axis=2, keepdims=True) + w[:, :, :1])
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(ITERATIONS):
+            norm = np.sqrt((v * v).sum(axis=1, keepdims=True))
+            v = w.swapaxes(1, 2) @ (w @ (v / np.maximum(norm, np.float32(1e-30))))
+        norm = np.sqrt(np.sqrt((v * v).sum(axis=(1, 2))))
+    return norm.get() if on_gpu(norm) else norm
 
 
 def spectral_norms(model: GPT) -> dict[str, Any]:
@@ -107,17 +111,16 @@ def spectral_norms(model: GPT) -> dict[str, Any]:
 
     Source: arXiv 2510.04212, figures 3 and 11.
     """
-    found: dict[str, Any] = {}
-    n_head = model.config.n_head
-    for i in range(model.config.n_layer):
-        at = f"spectral/L{i:02d}/"
-        parts = model.params[f"h.{i}.attn.c_attn.weight"].reshape(3, n_head, -1, model.config.n_embd)
-        for name, w in zip("qkv", parts):
-            found[at + name] = spectral_norm(w.reshape(-1, w.shape[-1]))
-        found[f"{at}q_heads"] = [spectral_norm(w) for w in parts[0]]
-        for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            found[at + name] = spectral_norm(model.params[f"h.{i}.{name}.weight"])
-    return found
+    n_layer, n_head, n_embd = model.config.n_layer, model.config.n_head, model.config.n_embd
+
+    def stacked(name: str) -> Any:
+        return np.stack([model.params[f"h.{i}.{name}.weight"] for i in range(n_layer)])
+
+    qkv = stacked("attn.c_attn").reshape(n_layer, 3, n_embd, n_embd)
+    found = dict(zip("qkv", spectral_norm(qkv.reshape(-1, n_embd, n_embd)).reshape(n_layer, 3).T, strict=True))
+    found["q_heads"] = spectral_norm(qkv[:, 0].reshape(n_layer * n_head, -1, n_embd)).reshape(n_layer, n_head)
+    found |= {name: spectral_norm(stacked(name)) for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    return {f"spectral/L{i:02d}/{name}": values[i] for i in range(n_layer) for name, values in found.items()}
 
 
 def site_series(by_head: Iterable[SiteStatistics]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from cuflash.model.observe import Observer
 from cuflash.model.run import METRICS, Metrics, Run
 from cuflash.philox import Key
 from cuflash.sites import Rounder
+from cuflash.watching import unwatched
 
 EVAL_BATCHES = 8
 Z_WINDOW = 128  # logged values that a z-score looks back on
@@ -189,7 +190,8 @@ class Trainer:
 
         self.model.watch = watch
         try:
-            losses, grads, _ = self._gradients()
+            with unwatched():
+                losses, grads, _ = self._gradients()
         finally:
             self.model.watch = None
         what, value = "loss", sum(float(loss) / len(losses) for loss in losses)

@@ -16,6 +16,14 @@ TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16
         "--steps", "2", "--data", "synthetic:words,size=20000", "--device", "cpu", "--precision", "bf16")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_samples():
+    """Training ends with a sample of text; here a short one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuflash.model.session.SAMPLE_TOKENS", 5)
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "x"

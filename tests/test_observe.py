@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.dump import read
+from cuflash.dump import read, recording
 from cuflash.model.gpt import GPT, GPTConfig, init_params
 from cuflash.model.layers import Layers, spectral_norm, spectral_norms
 from cuflash.model.run import Run
@@ -14,6 +14,14 @@ from tests.test_cli import run
 
 TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2",
         "--grad-accum", "2", "--data", "synthetic:words,size=20000", "--device", "cpu", "--log-every", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples():
+    """Training ends with a sample of text; here a short one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuflash.model.session.SAMPLE_TOKENS", 5)
+        yield
 
 
 def losses(folder):
@@ -146,6 +154,20 @@ def test_the_dump_of_a_step_that_fails_is_kept(tmp_path):
     assert d.attributes["step"] == step and len(d) > 40
 
 
+def test_a_recording_around_a_step_that_fails_hides_no_error(tmp_path):
+    from cuflash.model.config import resolve
+    from cuflash.model.data import load
+    from cuflash.model.train import NonFinite, Trainer
+    config = resolve({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 1, "device": "cpu",
+                      "data": "synthetic:words,size=20000"})
+    trainer = Trainer(config, load(config.data))
+    trainer.state.params["h.0.mlp.c_fc.weight"][0, 0] = np.nan
+    with pytest.raises(NonFinite, match="step 1: loss is nan; the first .* at site fwd/L0/c_fc/linear.w"):
+        with recording(tmp_path / "x.h5"):
+            trainer.step()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_full_disk_at_a_dump_keeps_the_run(tmp_path, monkeypatch):
     from cuflash import hdf5
     writes = []
@@ -170,9 +192,10 @@ def test_spectral_norms_against_svd():
         w = (rng.standard_normal(shape) + low_rank).astype(np.float32)
         # from below; a weight whose two largest singular values are close may be 1 % off
         exact = np.linalg.norm(w, 2)
-        assert 0.99 * exact < spectral_norm(w) <= exact * (1 + 1e-5)
-    assert spectral_norm(np.zeros((3, 4), np.float32)) == 0
-    assert np.isnan(spectral_norm(np.full((3, 4), np.nan, np.float32)))
+        found = spectral_norm(np.stack([w, 2 * w]))
+        assert 0.99 * exact < found[0] <= exact * (1 + 1e-5) and found[1] == 2 * found[0]
+    assert spectral_norm(np.zeros((1, 3, 4), np.float32)) == 0
+    assert np.isnan(spectral_norm(np.full((1, 3, 4), np.nan, np.float32)))
     config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8)
     model = GPT(config, init_params(config, 1), Precision.named("fp32"))
     found = spectral_norms(model)

@@ -21,6 +21,14 @@ from cuflash import plot  # noqa: E402
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_samples():
+    """Training ends with a sample of text; here a short one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuflash.model.session.SAMPLE_TOKENS", 5)
+        yield
+
+
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dumps")
@@ -125,6 +133,14 @@ def test_histograms_and_differences(dumps, tmp_path):
     assert figure.axes[0].get_yticklabels()[0].get_text() == "fwd/L00/attn.q"
     with pytest.raises(ValueError, match="differ at no site"):
         plot.differences(diff(dumps / "a.h5", dumps / "a.h5"))
+
+
+def test_a_diffs_json(dumps, tmp_path):
+    a, b, file = str(dumps / "a.h5"), str(dumps / "b.h5"), str(tmp_path / "x.json")
+    run("diff", a, b, "--json", file, code=1)
+    run("plot", a, b, "--kind", "diff", "-o", str(tmp_path / "x.svg"))
+    run("plot", file, "-o", str(tmp_path / "y.svg"))
+    assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "y.svg").read_bytes()
 
 
 def test_error_maps():
