@@ -93,9 +93,9 @@ class Entry:
         index = {}
         for k, (axis, n) in enumerate(zip(self.axes, self.shape)):
             numbers = np.asarray(self.rows) if axis == "query" and self.rows is not None else np.arange(n)
-            shape = [1] * len(self.axes)
-            shape[k] = -1
-            index[axis] = numbers[where[k] if k < len(where) else slice(None)].reshape(shape)
+            along = [1] * len(self.axes)
+            along[k] = -1
+            index[axis] = numbers[where[k] if k < len(where) else slice(None)].reshape(along)
         if "query" in index and "key" in index:
             return index["key"] <= index["query"] + (tk - tq)
         if self.tile is None or "tile" not in index:
