@@ -11,6 +11,7 @@ import fnmatch
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -345,7 +346,7 @@ class WeightDiff:
 
 
 def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[WeightDiff]:
-    """Each weight of two checkpoints, then all of them together under the name `all`.
+    """Each weight of two checkpoints, then each layer's together (`h.0`, …), then all of them (`all`).
 
     Source: the measures of arXiv 2405.02803, figures 7 and 8.
 
@@ -364,9 +365,13 @@ def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[W
                 raise ValueError(
                     f"{a} and {b} are of different models: {wrong} has shape {shapes[0].get(wrong)} in the "
                     f"first, {shapes[1].get(wrong)} in the second")
-            results = [_weight(name, [d], [weights[1][name]], d.shape) for name, d in weights[0].items()]
-            everything = list(weights[0].values()), [weights[1][n] for n in weights[0]]
-            return [*results, _weight("all", *everything, (sum(d.size for d in everything[0]),))]
+            layers: dict[str, list[str]] = {}
+            for name in weights[0]:
+                if layer := re.match(r"h\.\d+(?=\.)", name):
+                    layers.setdefault(layer[0], []).append(name)
+            groups = {name: [name] for name in weights[0]} | layers | {"all": list(weights[0])}
+            return [_weight(group, [weights[0][n] for n in names], [weights[1][n] for n in names])
+                    for group, names in groups.items()]
         except OSError as e:
             raise ValueError(f"{a} or {b} is damaged: {e}") from e
 
@@ -375,8 +380,8 @@ def _weights(file: "h5py.File") -> dict[str, "h5py.Dataset"]:
     return {d.name.removeprefix("/params/"): d for d in datasets(file["params"])} if "params" in file else {}
 
 
-def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"],
-            shape: tuple[int, ...]) -> WeightDiff:
+def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"]) -> WeightDiff:
+    shape = a[0].shape if len(a) == 1 else (sum(d.size for d in a),)
     same = total = 0
     largest = sum_abs = 0.0
     for x, y in zip(_read_blocks(a), _read_blocks(b)):

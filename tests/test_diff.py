@@ -228,7 +228,9 @@ def test_weights(tmp_path):
     b = save(tmp_path / "b.h5", {"h.0.mlp.c_fc.weight": noise, "ln_f.weight": np.float32(0.5)})
     found = {w.name: w for w in diff_weights(a, b)}
     params = init_params(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8), 1)
-    assert list(found) == [*sorted(params), "all"]
+    assert list(found) == [*sorted(params), "h.0", "all"]
+    layer = sum(p.size for n, p in params.items() if n.startswith("h.0."))
+    assert found["h.0"].shape == (layer,) and found["h.0"].equal == pytest.approx(1 - noise.size / layer, abs=2 / layer)
     w = params["h.0.mlp.c_fc.weight"]
     d = np.abs(wide(w) - (w + noise))
     x = found["h.0.mlp.c_fc.weight"]
