@@ -10,6 +10,7 @@ import click
 from cuflash.cli.main import UserError, user_errors
 
 MANY = {"multiple": True}
+FLAG = {"is_flag": True, "default": None}
 # Option, type, what it is. Defaults come from the model's preset (cuflash/model/config.py).
 OPTIONS: list[tuple[str, Any, str]] = [
     ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of it, or "
@@ -19,6 +20,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--n-head", int, "Attention heads; divides n-embd."),
     ("--n-embd", int, "Width."),
     ("--block-size", int, "Context length in tokens."),
+    ("--qk-norm", FLAG, "LayerNorm of each head's q and k."),
     ("--batch-size", int, "Sequences in a micro-batch."),
     ("--grad-accum", int, "Micro-batches in a step.  [default: 1]"),
     ("--steps", int, "Steps of training."),
@@ -40,6 +42,8 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--fix", str, "Of attention's row maximum: off, on, qiu-b2, qiu-b7, capped[:cap=…], FILE.py:NAME.  "
                    "[default: off]"),
     ("--algorithm", str, "flash or plain."),
+    ("--loss-scale", str, "dynamic, or a power of two that the loss is multiplied by for the gradients.  "
+                          "[default: dynamic where a gradient is fp16, else 1]"),
     ("--device", str, "auto, cpu or gpu.  [default: auto]"),
     ("--eval-every", int, "Steps between losses on the validation text; 0 at the end alone.  [default: 0]"),
     ("--checkpoint-every", int, "Steps between checkpoints; 0 writes one at the end.  [default: 0]"),
@@ -54,7 +58,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
 
 def _options(command: Any) -> Any:
     for name, kind, text in reversed(OPTIONS):
-        command = click.option(name, help=text, **(kind if kind is MANY else {"type": kind}))(command)
+        command = click.option(name, help=text, **(kind if isinstance(kind, dict) else {"type": kind}))(command)
     return command
 
 

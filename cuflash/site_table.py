@@ -99,7 +99,8 @@ FA2_MERGED = frozenset(name for name, site in SITES.items() if site.fa2 == "-")
 NO_LAYER = 0xFFFF
 
 # Modules of the transformer that a site can be scoped to (nanoGPT's names).
-MODULES = ("wte", "ln_1", "c_attn", "attn.c_proj", "ln_2", "c_fc", "mlp.c_proj", "ln_f", "lm_head")
+MODULES = ("wte", "ln_1", "c_attn", "attn.c_proj", "ln_2", "c_fc", "mlp.c_proj", "ln_f", "lm_head", "attn.ln_q",
+           "attn.ln_k")
 
 
 def merged(order: str, algorithm: str) -> frozenset[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from cuflash import NUMERICS_VERSION
 from cuflash.model.gpt import GPTConfig, Params
+from cuflash.model.loss_scale import LossScale
 from cuflash.model.run import write_whole
 
 FORMAT = "cuflash checkpoint 1"
@@ -27,6 +28,7 @@ class State:
     v: Params
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    scale: LossScale = field(default_factory=LossScale)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def save(path: pathlib.Path, state: State, header: Header) -> None:
         f.attrs["format"] = FORMAT
         f.attrs["header"] = json.dumps(asdict(header))
         f.attrs["step"] = state.step
+        f.attrs["loss_scale"] = json.dumps(asdict(state.scale))
         for group, arrays in (("params", state.params), ("m", state.m), ("v", state.v)):
             for name, array in arrays.items():
                 f.create_dataset(
@@ -86,7 +89,8 @@ def load(path: pathlib.Path, *, optimizer: bool = True) -> tuple[State, Header]:
                     f"written under numerics version {header.numerics_version}, this is {NUMERICS_VERSION}; "
                     "its bits cannot be continued"
                 )
-            state = State(int(f.attrs["step"]), {}, {}, {}, f["losses"][:].tolist(), f["norms"][:].tolist())
+            state = State(int(f.attrs["step"]), {}, {}, {}, f["losses"][:].tolist(), f["norms"][:].tolist(),
+                          LossScale(**json.loads(f.attrs["loss_scale"])))
             for group in ("params", "m", "v") if optimizer else ("params",):
                 for name, shape in header.model.shapes().items():
                     array = getattr(state, group)[name] = f[f"{group}/{name}"][:]

@@ -10,8 +10,10 @@ from typing import Any
 from cuflash.dump import Selection
 from cuflash.errors import unknown
 from cuflash.fixes import as_fix
+from cuflash.model import loss_scale
 from cuflash.model.gpt import GPTConfig
 from cuflash.precision import Precision, as_precision
+from cuflash.site_table import SITES
 
 SCHEDULES = ("cosine", "constant")
 DEVICES = ("auto", "cpu", "gpu")
@@ -31,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
              "bias": True, "batch_size": 32, "steps": 600000, "lr": 6e-4, "warmup_steps": 2000,
              "weight_decay": 0.1, "schedule": "cosine"},
 }
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
+MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "qk_norm")
 # What --resume may change: nothing that training itself sees.
 RESUMABLE = frozenset({"steps", "eval_every", "checkpoint_every", "keep", "log_every", "watch", "dump_every", "dump_sites"})
 
@@ -48,6 +50,7 @@ class TrainConfig:
     block_size: int
     vocab_size: int
     bias: bool
+    qk_norm: bool
     batch_size: int
     grad_accum: int
     steps: int
@@ -67,6 +70,7 @@ class TrainConfig:
     set: tuple[str, ...]
     fix: str
     algorithm: str
+    loss_scale: str
     device: str
     eval_every: int
     checkpoint_every: int
@@ -91,6 +95,7 @@ class TrainConfig:
             self._check(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("seed", "data_seed"):
             self._check(name, 0 <= getattr(self, name) < 1 << 64, "0 to 2**64 − 1")
+        loss_scale.fixed(self.loss_scale)
         self.resolved_fix()
         precision = self.resolved_precision()
         for sites in filter(None, (self.watch, self.dump_sites)):
@@ -149,7 +154,7 @@ FIELDS = {f.name: f.type for f in dataclasses.fields(TrainConfig)}
 def resolve(given: dict[str, Any]) -> TrainConfig:
     """Options that were given, over the model's preset, over the defaults."""
     options: dict[str, Any] = {
-        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "grad_accum": 1, "beta1": 0.9,
+        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "qk_norm": False, "grad_accum": 1, "beta1": 0.9,
         "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (),
         "set": (), "fix": "off",
         "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
@@ -162,7 +167,10 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
     options |= {name: _typed(name, value) for name, value in given.items()}
     options.setdefault("lr_decay_steps", options["steps"])
     options.setdefault("min_lr", options["lr"] / 10)
-    options.setdefault("algorithm", as_precision(options["precision"]).algorithm)
+    precision = as_precision(options["precision"])
+    options.setdefault("algorithm", precision.algorithm)
+    fp16 = any(r.format == "fp16" for name, r in precision.table().items() if SITES[name].direction != "fwd")
+    options.setdefault("loss_scale", loss_scale.DYNAMIC if fp16 else "1")
     return TrainConfig(**options)
 
 

@@ -1,7 +1,8 @@
 """GPT-2 as nanoGPT defines it, forward and backward by hand, composed of cuflash's operations.
 
 Pre-LayerNorm blocks, learned positions, GELU, a head tied to the token embedding, biases optional,
-no dropout. Parameters are a dict of arrays under GPT-2's names; weights are (out, in).
+no dropout; optional LayerNorm of each head's q and k. Parameters are a dict of arrays under GPT-2's
+names; weights are (out, in).
 """
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cuflash.cross_entropy import cross_entropy, cross_entropy_forward
 from cuflash.embedding import embedding_backward, embedding_forward
 from cuflash.fixes import Fix, as_fix
 from cuflash.gelu import gelu_backward, gelu_forward
-from cuflash.launch import empty, indices, on_gpu, storage
+from cuflash.launch import cast, empty, indices, on_gpu, storage
 from cuflash.layernorm import (
     layernorm_backward,
     layernorm_forward,
@@ -34,8 +35,9 @@ Params = dict[str, np.ndarray]
 
 # The last part of a parameter's name -> the module that scopes its sites.
 _MODULE = {"attn.c_attn": "c_attn", "mlp.c_fc": "c_fc"}
+_QK = ("attn.ln_q", "attn.ln_k")
 # Stochastic rounding tells modules of one layer apart by this number, where attention has the head.
-_MODULE_ID = {module: i for i, module in enumerate(dict.fromkeys([*MODULES, "wpe"]))}
+_MODULE_ID = {module: i for i, module in enumerate([*MODULES[:9], "wpe", *MODULES[9:]])}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class GPTConfig:
     block_size: int
     vocab_size: int = 256
     bias: bool = False
+    qk_norm: bool = False  # LayerNorm of q and k, without bias, shared by the heads (Dehghani et al. 2023)
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
@@ -69,6 +72,8 @@ class GPTConfig:
                 shapes[f"h.{i}.{name}.weight"] = linears.get(name, (C,))
                 if self.bias:
                     shapes[f"h.{i}.{name}.bias"] = (linears.get(name, (C,))[0],)
+            for name in _QK if self.qk_norm else ():
+                shapes[f"h.{i}.{name}.weight"] = (C // self.n_head,)
         shapes["ln_f.weight"] = (C,)
         return shapes | ({"ln_f.bias": (C,)} if self.bias else {})
 
@@ -153,8 +158,13 @@ class GPT:
             return self._rnd("fwd", key, idx, layer, module)
 
         qkv, c_attn = linear_forward(h, *self._weights(f"h.{i}.attn.c_attn"), rnd("c_attn"))
-        o, attn = flash_attention_forward(*self._split(qkv), causal=True, layout="bthd",
-                                          precision=self.precision,
+        q, k, v = self._split(qkv)
+        ln_qk = None
+        if self.config.qk_norm:
+            (q, ln_q), (k, ln_k) = (self._qk_norm(x, f"h.{i}.{name}", rnd(name))
+                                    for name, x in zip(_QK, (q, k)))
+            v, ln_qk = v.astype(q.dtype, copy=False), (ln_q, ln_k)
+        o, attn = flash_attention_forward(q, k, v, causal=True, layout="bthd", precision=self.precision,
                                           fix=self.fix, key=Key(key.seed, key.step, i, key.sample),
                                           watch=None if self.gpu else self.watch)
         self._show("fwd", "attn.o", i, key, o)
@@ -171,7 +181,12 @@ class GPT:
             f"h.{i + 1}.ln_1", rnd("ln_1", i + 1), rnd("c_attn", i + 1))
         x, h, norm = residual_layernorm_forward(x, y, *self._weights(name), rnd("mlp.c_proj"), after[0],
                                                 operand=after[1])
-        return x, h, norm, (c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj)
+        return x, h, norm, (c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj, ln_qk)
+
+    def _qk_norm(self, x: np.ndarray, name: str, rnd: Rounder) -> tuple[np.ndarray, Any]:
+        """q or k (B, T, H, D) normalised, and what backward needs."""
+        y, saved = layernorm_forward(x.reshape(len(x), -1, x.shape[-1]), *self._weights(name), rnd)
+        return (cast(y, np.dtype(np.float32)) if self.gpu else y).reshape(x.shape), saved
 
     # ---- loss, backward
 
@@ -182,18 +197,19 @@ class GPT:
                                            self._rnd("fwd", key, idx, module="lm_head"))[0])
 
     def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *,
-                       grads: Params | None = None, n_micro: int = 1) -> tuple[float, Params, list[Any]]:
+                       grads: Params | None = None, n_micro: int = 1,
+                       loss_scale: float = 1.0) -> tuple[float, Params, list[Any]]:
         """Mean loss of a micro-batch, its gradients added to `grads`, and attention's counters by layer.
 
-        Gradients are those of the mean over n_micro such micro-batches. On a GPU nothing waits: the loss is
-        an array of no axes.
+        Gradients are those of the mean over n_micro such micro-batches, times loss_scale. On a GPU nothing
+        waits: the loss is an array of no axes.
         """
         logits, (idx, _, blocks, ln_f, head) = self.forward(idx, key)
         stats = [saved[2].stats for saved in blocks]
         grads = {} if grads is None else grads
 
         rnd = self._rnd("bwd", key, idx, module="lm_head")
-        loss, dlogits = cross_entropy(logits, self._tokens(targets), 1 / (idx.size * n_micro),
+        loss, dlogits = cross_entropy(logits, self._tokens(targets), loss_scale / (idx.size * n_micro),
                                       self._rnd("fwd", key, idx, module="lm_head"), rnd)
         del logits
         dh, dwte, _ = linear_backward(dlogits, head, self.params["wte"], rnd, bias=False)
@@ -229,7 +245,7 @@ class GPT:
             self._add(grads, f"h.{i}.{name}", *dw)
             return dx, dy
 
-        ln_1, c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj = saved
+        ln_1, c_attn, attn, attn_proj, ln_2, c_fc, f, f_format, mlp_proj, ln_qk = saved
         dh = linear(dy, mlp_proj, "mlp.c_proj")
         dh = gelu_backward(dh, f, rnd("c_fc"), x_format=f_format)
         dx, dy = layernorm(dx, linear(dh, c_fc, "mlp.c_fc"), ln_2, "ln_2", rnd("attn.c_proj"))
@@ -239,6 +255,12 @@ class GPT:
         flash_attention_backward(do, attn, out=self._split(dqkv), watch=None if self.gpu else self.watch)
         for site, d in zip(("attn.dq", "attn.dk", "attn.dv"), self._split(dqkv)):
             self._show("bwd", site, i, key, d)
+        if ln_qk is not None:
+            for name, d, norm in zip(_QK, self._split(dqkv), ln_qk):
+                d_in, *dw = layernorm_backward(d.reshape(len(d), -1, d.shape[-1]), norm, rnd(name),
+                                               bias=False)
+                self._add(grads, f"h.{i}.{name}", *dw)
+                d[...] = d_in.reshape(d.shape)
         return layernorm(dx, linear(dqkv, c_attn, "attn.c_attn"), ln_1, "ln_1",
                          rnd("mlp.c_proj", i - 1) if i else None)
 
@@ -294,10 +316,12 @@ class GPT:
         return x if self.gpu else x.astype(self.dtype, copy=False)
 
     def _empty_dqkv(self, shape: tuple[int, ...], layer: int) -> np.ndarray:
-        """For dQ, dK and dV (B, T, 3C); on a GPU in their own dtype where they are alike."""
+        """For dQ, dK and dV (B, T, 3C); on a GPU in their own dtype where they are alike and final."""
         shape = (*shape[:2], 3 * self.config.n_embd)
         if not self.gpu:
             return np.empty(shape, self.dtype)
+        if self.config.qk_norm:
+            return empty(shape)
         table = self.precision.sites_for("bwd", layer)
         formats = {table[site].format for site in ("attn.dq", "attn.dk", "attn.dv")}
         scoped = any(o.heads is not None for o in self.precision.overrides)

@@ -1,4 +1,5 @@
 """Training on a GPU: which runs can, and where their weights, moments and gradients lie."""
+import functools
 import math
 from typing import Any
 
@@ -56,6 +57,18 @@ def device_name() -> str:
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
 
 
+# Dense bf16 FLOP/s of the tensor cores, from NVIDIA's data sheets; the first one in the device's name counts.
+_PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+          "A100": 312e12, "L40S": 362e12}
+
+
+@functools.cache
+def peak_flops() -> float | None:
+    """Of the current device, None where it is not known."""
+    name = device_name()
+    return next((peak for part, peak in _PEAKS.items() if f" {part}" in name), None)
+
+
 class OnGpu:
     """Weights, moments and gradients in one buffer each, and a step that nothing waits for.
 
@@ -81,34 +94,36 @@ class OnGpu:
         self._staging = [(_pinned(size + 8), cupy.cuda.Event(disable_timing=True)) for _ in range(3)]
         self._steps = 0
 
-    def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int,
-             lr: float) -> tuple[Any, ...]:
+    def step(self, model: GPT, batches: list[tuple[np.ndarray, np.ndarray]], step: int, updates: int,
+             lr: float, loss_scale: float) -> tuple[Any, ...]:
         """Queues a step: losses of the micro-batches, norm, counters of each one's layers; all on the GPU.
 
-        The update is left out where a loss or the norm is not finite, now or at a step before.
+        updates: those of the optimizer, this one included. It is left out where a loss or the norm is not
+        finite, now or at a step before.
         """
         c = self.config
         self.key = Key(c.seed, step)
         staged, event = self._staging[self._steps % len(self._staging)]
         event.synchronize()
         staged[:-8] = np.array(batches).reshape(-1)
-        staged[-8:-1].view(np.float32)[:] = AdamWCuda.scalars(step=step, lr=lr, beta1=c.beta1, beta2=c.beta2,
+        staged[-8:-1].view(np.float32)[:] = AdamWCuda.scalars(step=updates, lr=lr, beta1=c.beta1, beta2=c.beta2,
                                                               weight_decay=c.weight_decay)
         staged[-1] = step
         stream = self.cupy.cuda.get_current_stream()
         self._uploaded.set(staged, stream)
         event.record(stream)
         self._steps += 1
-        return self._queue(model)
+        return self._queue(model, loss_scale)
 
-    def _queue(self, model: GPT) -> tuple[Any, ...]:
+    def _queue(self, model: GPT, loss_scale: float) -> tuple[Any, ...]:
         c = self.config
         grads: dict[str, Any] = {}
         losses, rows = [], []
         for i in range(c.grad_accum):
             key = Key(c.seed, self.key.step, sample=i * c.batch_size)
             loss, grads, stats = model.loss_and_grads(self._tokens[i, 0], self._tokens[i, 1], key,
-                                                      grads=grads, n_micro=c.grad_accum)
+                                                      grads=grads, n_micro=c.grad_accum,
+                                                      loss_scale=loss_scale)
             self.losses[i:i + 1].data.copy_from_device_async(loss.data, 4)
             losses.append(loss)
             rows.append(stats)
@@ -116,8 +131,18 @@ class OnGpu:
             self._optimizer = AdamWCuda(self.w, self.m, self.v, lambda name: model.rounder(name, self.key),
                                         lambda name: self.w.arrays[name].ndim > 1)
         norm, clip = grad_norm_cuda(self.g.buffer, c.grad_clip, self.losses, self._failed, self._step)
+        if loss_scale != 1:
+            norm, clip = self._unscaled(norm, loss_scale)
         self._optimizer.update(self.g, clip, self._failed, self._scalars)
         return losses, norm, rows
+
+    def _unscaled(self, norm: Any, loss_scale: float) -> tuple[Any, Any]:
+        """The norm without a loss scale, a power of two, and what gradients that have it are multiplied by."""
+        norm, limit = norm / np.float32(loss_scale), self.config.grad_clip
+        if not limit:
+            return norm, self.cupy.full((), 1 / loss_scale, np.float32)
+        clip = self.cupy.minimum(limit / (norm.astype(np.float64) + 1e-6), 1)
+        return norm, clip.astype(np.float32) / np.float32(loss_scale)
 
     def take_failed(self) -> int:
         """The first step whose loss or norm was not finite, 0 if none; waits for the GPU and forgets it."""

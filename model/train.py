@@ -1,4 +1,5 @@
 """The training loop: one step, and the run around it."""
+import dataclasses
 import math
 import statistics
 import time
@@ -15,7 +16,8 @@ from cuflash.model import checkpoint
 from cuflash.model.config import TrainConfig
 from cuflash.model.data import Data, batch
 from cuflash.model.gpt import GPT, NO_LAYER, Params, init_params
-from cuflash.model.gpu import OnGpu, use_gpu
+from cuflash.model.gpu import OnGpu, peak_flops, use_gpu
+from cuflash.model.loss_scale import LossScale, fixed
 from cuflash.model.observe import Observer
 from cuflash.model.run import METRICS, Metrics, Run
 from cuflash.philox import Key
@@ -25,6 +27,7 @@ from cuflash.watching import unwatched
 EVAL_BATCHES = 8
 Z_WINDOW = 128  # logged values that a z-score looks back on
 COUNTERS = ("ties", "changed", "capped")
+TIMINGS = ("ms", "tokens_per_s", "mfu")
 
 
 def header(config: TrainConfig, data: Data) -> checkpoint.Header:
@@ -48,13 +51,15 @@ class StepResult:
     """What a step gives; on a GPU it lies there, until `Trainer.settled` brings it.
 
     losses: of the micro-batches. rows: for each of them and each layer, rows with ties, changed by the fix,
-    limited by its cap.
+    limited by its cap. skipped: gradients overflowed at that loss scale, and the optimizer did nothing.
     """
 
     losses: list[Any]
     norm: Any
     lr: float
     rows: list[list[Any]]
+    loss_scale: float = 1.0
+    skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -81,32 +86,48 @@ class Trainer:
                     for i in range(3)
                 ),
             )
-        self.state = state
+        self.state, scale = state, fixed(config.loss_scale)
+        self.dynamic = scale is None
+        if scale is not None:
+            state.scale = LossScale(scale)
         self.gpu = OnGpu(config, state) if use_gpu(config) else None
         self.model = GPT(config.gpt(), state.params, config.resolved_precision(), config.fix,
                          self.gpu.g.arrays if self.gpu else None)
 
     def step(self) -> StepResult:
-        """One step: gradients of grad_accum micro-batches, clipping, AdamW. A GPU is not waited for.
+        """One step: gradients of grad_accum micro-batches, clipping, AdamW. A GPU is waited for only where the
+        loss scale is dynamic.
 
         Raises:
             NonFinite: before anything has changed; on a GPU by `settled`.
         """
         c, state = self.config, self.state
-        lr = c.lr_at(state.step + 1)
+        lr, scale = c.lr_at(state.step + 1), state.scale.value
+        updates = state.step + 1 - state.scale.skipped  # AdamW's t
         if self.gpu:
             batches = [self._batch(i) for i in range(c.grad_accum)]
             state.step += 1
-            losses, norm, rows = self.gpu.step(self.model, batches, state.step, lr)
-            return StepResult(losses, norm, lr, rows)
+            losses, norm, rows = self.gpu.step(self.model, batches, state.step, updates, lr, scale)
+            result = StepResult(losses, norm, lr, rows, scale)
+            if self.dynamic and (failed := self.gpu.take_failed()):
+                state.step = failed - 1
+                self._skip(result)
+                state.step += 1
+            elif self.dynamic:
+                state.scale.grown()
+            return result
         losses, grads, rows = self._gradients()
         with np.errstate(over="ignore", invalid="ignore"):
-            norm = grad_norm(grads[name] for name in state.params)
-        result = StepResult(losses, norm, lr, rows)
+            norm = grad_norm(grads[name] for name in state.params) / scale
+        result = StepResult(losses, norm, lr, rows, scale)
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
-            raise NonFinite(self._describe_non_finite())
+            self._skip(result)
+            state.step += 1
+            return result
         state.step += 1
-        clip = clip_factor(norm, c.grad_clip)
+        if self.dynamic:
+            state.scale.grown()
+        clip = clip_factor(norm, c.grad_clip) / scale
         key = Key(c.seed, state.step)
         for name, w in state.params.items():
             adamw_update(
@@ -115,7 +136,7 @@ class Trainer:
                 state.m[name],
                 state.v[name],
                 self.model.rounder(name, key),
-                step=state.step,
+                step=updates,
                 lr=lr,
                 beta1=c.beta1,
                 beta2=c.beta2,
@@ -123,6 +144,16 @@ class Trainer:
                 weight_decay=c.weight_decay if w.ndim > 1 else 0.0,
             )
         return result
+
+    def _skip(self, result: StepResult) -> None:
+        """Halves a dynamic loss scale that has made gradients overflow.
+
+        Raises:
+            NonFinite: the scale is not to blame: the loss itself is not finite, or the scale is fixed or 1.
+        """
+        if not (self.dynamic and math.isfinite(float(result.loss)) and self.state.scale.halved()):
+            raise NonFinite(self._describe_non_finite())
+        result.skipped = True
 
     def settled(self, result: StepResult) -> StepResult:
         """The result on the host, once the GPU has done its step.
@@ -138,7 +169,8 @@ class Trainer:
             raise NonFinite(self._describe_non_finite())
         import cupy
         rows = cupy.stack([cupy.stack(layers) for layers in result.rows]).get()
-        return StepResult([float(loss) for loss in result.losses], float(result.norm), result.lr, list(rows))
+        losses = [float(loss) for loss in result.losses]
+        return dataclasses.replace(result, losses=losses, norm=float(result.norm), rows=list(rows))
 
     def evaluate(self) -> float:
         """Mean loss of EVAL_BATCHES fixed batches of the validation text."""
@@ -165,6 +197,7 @@ class Trainer:
                     Key(c.seed, step, sample=self._samples(i).start),
                     grads=grads,
                     n_micro=c.grad_accum,
+                    loss_scale=self.state.scale.value,
                 )
                 losses.append(loss)
                 rows.append(stats)
@@ -223,7 +256,9 @@ class ZScore:
         self.values = deque(values, Z_WINDOW)
 
     def add(self, value: float) -> float:
-        """The value's z-score against those before it (0 with fewer than 2), which it then joins."""
+        """The value's z-score against those before it (0 with fewer than 2), which it then joins if finite."""
+        if not math.isfinite(value):
+            return math.nan
         z = 0.0
         if len(self.values) > 1 and (deviation := statistics.pstdev(self.values)) > 0:
             z = (value - statistics.fmean(self.values)) / deviation
@@ -232,7 +267,11 @@ class ZScore:
 
 
 def columns(n_layer: int) -> list[str]:
-    """Of metrics.csv. Counters are rows of attention: totals, then by layer. The last two are timings."""
+    """Of metrics.csv. Counters are rows of attention: totals, then by layer. The last three are timings.
+
+    loss_scale is that of the step, skipped how many steps so far it has kept from the optimizer. mfu is the
+    share of the device's peak (`peak_flops`) that the model's FLOPs are, where one is known.
+    """
     layers = [f"{counter}_L{i}" for i in range(n_layer) for counter in COUNTERS]
     return [
         "step",
@@ -241,12 +280,13 @@ def columns(n_layer: int) -> list[str]:
         "norm",
         "norm_z",
         "lr",
+        "loss_scale",
+        "skipped",
         "val_loss",
         "rows",
         *COUNTERS,
         *layers,
-        "ms",
-        "tokens_per_s",
+        *TIMINGS,
     ]
 
 
@@ -295,12 +335,15 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                 ) from e
             if progress:
                 progress(state.step)
+            if result.skipped:
+                say(f"step {state.step}/{c.steps} | skipped: gradients overflow at loss scale "
+                    f"{result.loss_scale:g}, now {state.scale.value:g}")
             if logged:
                 ms = (time.perf_counter() - begun) * 1000 / (state.step - since)
                 row = _row(trainer, result, loss_z, norm_z, ms)
                 if evaluated:
                     row["val_loss"] = trainer.evaluate()
-                metrics.write({k: f"{v:.1f}" if k in ("ms", "tokens_per_s") else v for k, v in row.items()})
+                metrics.write({k: f"{v:.4g}" if k in TIMINGS else v for k, v in row.items()})
                 say(line(row, c.steps))
                 if biased := observer.log(state.step):
                     say(biased)
@@ -323,6 +366,8 @@ def _row(trainer: Trainer, result: StepResult, loss_z: ZScore, norm_z: ZScore, m
         "norm": result.norm,
         "norm_z": norm_z.add(result.norm),
         "lr": result.lr,
+        "loss_scale": result.loss_scale,
+        "skipped": trainer.state.scale.skipped,
         "rows": tokens * c.n_head * c.n_layer,
     }
     row |= {counter: int(n) for counter, n in zip(COUNTERS, result.layer_rows.sum(axis=0))}
@@ -331,7 +376,9 @@ def _row(trainer: Trainer, result: StepResult, loss_z: ZScore, norm_z: ZScore, m
         for i, layer in enumerate(result.layer_rows)
         for counter, n in zip(COUNTERS, layer)
     }
-    return row | {"ms": ms, "tokens_per_s": tokens * 1000 / ms}
+    row |= {"ms": ms, "tokens_per_s": tokens * 1000 / ms}
+    peak = peak_flops() if trainer.gpu else None
+    return row | ({"mfu": c.gpt().flops_per_token() * row["tokens_per_s"] / peak} if peak else {})
 
 
 def line(row: dict[str, float], steps: int) -> str:
@@ -346,6 +393,10 @@ def line(row: dict[str, float], steps: int) -> str:
         f"{rate / 1000:.0f}k tok/s" if rate >= 10_000 else f"{rate / 1000:.1f}k tok/s",
         f"ties {100 * row['ties'] / row['rows']:.1f} %",
     ]
+    if "mfu" in row:
+        parts.insert(-1, f"mfu {100 * row['mfu']:.0f} %")
+    if row["loss_scale"] != 1:
+        parts.append(f"scale {row['loss_scale']:g}")
     if "val_loss" in row:
         parts.append(f"val {row['val_loss']:.4f}")
     return " | ".join(parts)

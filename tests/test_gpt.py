@@ -43,8 +43,9 @@ def model(precision: str | Precision = "fp64", config: GPTConfig = TINY, scale: 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("algorithm", ["flash", "plain"])
-def test_gradient_of_every_parameter_by_finite_differences(bias, algorithm):
-    config = GPTConfig(**(vars(TINY) | {"bias": bias}))
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_gradient_of_every_parameter_by_finite_differences(bias, algorithm, qk_norm):
+    config = GPTConfig(**(vars(TINY) | {"bias": bias, "qk_norm": qk_norm}))
     gpt = model(Precision.named("fp64").replace(algorithm=algorithm), config)
     x, y = tokens(config, seed=3, length=5)
     _, grads, _ = gpt.loss_and_grads(x, y)
@@ -223,6 +224,25 @@ def test_each_module_rounds_in_its_own_name():
         ("fwd", "gelu.y", {"c_fc"}),
     ):
         assert {m for d, layer, m, s in places if (d, layer, s) == (direction, 1, site)} == modules
+
+
+def test_qk_norm_normalises_each_head_and_has_its_sites():
+    config = GPTConfig(**(vars(TINY) | {"qk_norm": True}))
+    gpt = model("bf16", config)
+    assert config.n_params() == TINY.n_params() + 2 * 2 * 4  # layers, q and k, head_dim
+    seen = []
+    gpt.watch = lambda rnd, site, x, rounded: seen.append((rnd.module, site, x.shape, x))
+    x, y = tokens(config, seed=5)
+    gpt.loss_and_grads(x, y)
+    for module in ("attn.ln_q", "attn.ln_k"):
+        shown = [v for m, site, shape, v in seen if (m, site) == (module, "ln.y")]
+        assert len(shown) == 2 and all(v.shape == (2, 6 * 2, 4) for v in shown)  # samples, tokens × heads, head_dim
+        normal = shown[0] / gpt.params[f"h.0.{module}.weight"]
+        # Mean 0, and variance 1 but for ε = 1e-5 beside a variance of about 0.01 or more.
+        assert np.abs(normal.mean(-1)).max() < 1e-5 and np.abs(normal.var(-1) - 1).max() < 2e-3
+        assert (module, "ln.dx", (2, 12, 4)) in [s[:3] for s in seen]
+    rounded = model(Precision.named("bf16").round("attn.ln_q/ln.y=bf16:sr", "L1/attn.ln_k/ln.dx=fp16"), config)
+    rounded.loss_and_grads(x, y, Key(3))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def rows(path: pathlib.Path) -> list[dict[str, str]]:
     """metrics.csv, timings aside."""
     with open(path / "metrics.csv", newline="") as f:
         return [
-            {k: v for k, v in row.items() if k not in ("ms", "tokens_per_s")} for row in csv.DictReader(f)
+            {k: v for k, v in row.items() if k not in train.TIMINGS} for row in csv.DictReader(f)
         ]
 
 
@@ -394,6 +394,7 @@ def test_the_line():
         "tokens_per_s": 398_000.0,
         "ties": 31,
         "rows": 1000,
+        "loss_scale": 1.0,
     }
     assert (
         train.line(row, 1000)
@@ -402,11 +403,14 @@ def test_the_line():
     assert train.line(row | {"val_loss": 2.5, "tokens_per_s": 8_400.0}, 1000).endswith(
         "8.4k tok/s | ties 3.1 % | val 2.5000"
     )
+    assert train.line(row | {"mfu": 0.412, "loss_scale": 1024.0}, 1000).endswith(
+        "398k tok/s | mfu 41 % | ties 3.1 % | scale 1024"
+    )
 
 
 def test_the_columns_hold_what_is_written():
     trainer = exploding(precision="bf16", fix="on")
     row = train._row(trainer, trainer.step(), train.ZScore([]), train.ZScore([]), 5.0)
-    assert set(row) | {"val_loss"} == set(train.columns(2))
+    assert set(row) | {"val_loss", "mfu"} == set(train.columns(2))
     assert row["ties"] == row["ties_L0"] + row["ties_L1"] and row["rows"] == 2 * 16 * 2 * 2
     assert math.isfinite(row["loss"])
