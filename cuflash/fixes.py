@@ -3,12 +3,13 @@
 A fix sees a row's maximum r_m and its tie count, the number of visible entries within ε of it. Only
 rows with more than one are offered to the rule, and never an infinite r_m.
 """
+import math
 from typing import ClassVar
 
 import numpy as np
 
 from cuflash.errors import unknown
-from cuflash.plugins import load_class, parse_parameters
+from cuflash.plugins import blame, load_class, parse_parameters
 
 
 class Fix:
@@ -26,6 +27,7 @@ class Fix:
 
     name: ClassVar[str] = "off"
     parameters: ClassVar[dict[str, float]] = {}
+    least: ClassVar[dict[str, float]] = {}  # the smallest value that a parameter may have
     epsilon: float = 0.0
     rounded_threshold: ClassVar[bool] = False
     running: ClassVar[bool] = False
@@ -37,6 +39,10 @@ class Fix:
             if parameter not in self.parameters:
                 raise unknown(f"parameter of fix {self.name}", parameter, self.parameters or ["(it has none)"])
         self.values = self.parameters | parameters
+        for name, value in self.values.items():
+            if not (math.isfinite(value) and value >= self.least.get(name, -math.inf)):
+                bound = f", {self.least[name]:g} or more" if name in self.least else ""
+                raise ValueError(f"fix {self.name}: {name} is {value:g}; valid: a finite number{bound}")
         self.epsilon = float(self.values.get("epsilon", self.epsilon))
         if self.running and self.epsilon:
             raise ValueError(f"fix {self.name} counts ties over all tiles, which needs epsilon = 0")
@@ -67,6 +73,7 @@ class Fix:
 class Qiu(Fix):
     """The paper's rule: β·r_m above zero, 0 below (arXiv 2510.04212, section 4)."""
 
+    least = {"beta": 0, "epsilon": 0}
     cuda_rule = "r_m > 0.f ? __fmul_rn(beta, r_m) : r_m < 0.f ? 0.f : r_m"
 
     def rule(self, r_m: np.ndarray, ties: np.ndarray) -> np.ndarray:
@@ -97,6 +104,7 @@ class Capped(Fix):
 
     name = "capped"
     parameters = {"beta": 2.0, "cap": 80.0}
+    least = {"beta": 1, "cap": 0}
     running = True
     cuda_rule = ("__fadd_rn(r_m, fminf(fmaxf(r_m > 0.f ? __fmul_rn(__fsub_rn(beta, 1.f), r_m) : -r_m, 0.01f), cap))")
     cuda_limited = "(r_m > 0.f ? __fmul_rn(__fsub_rn(beta, 1.f), r_m) : -r_m) > cap"
@@ -144,4 +152,18 @@ def as_fix(fix: "Fix | type[Fix] | str") -> Fix:
         found = FIXES[RECOMMENDED if name == "on" else name]
     else:
         raise unknown("fix", name, ["on", *FIXES, "FILE.py:NAME"])
-    return found(**(parse_parameters(rest) if rest else {}))
+    made = found(**(parse_parameters(rest) if rest else {}))
+    if name.endswith(".py"):
+        _try_out(made, fix)
+    return made
+
+
+def _try_out(fix: Fix, given: str) -> None:
+    """Runs a user's rule once, so that its mistakes are told before a tie brings them up."""
+    r_m, ties = np.array([2.5, 0, -1.5], np.float32), np.array([2, 3, 2])
+    with blame(given):
+        new, limited = np.asarray(fix.rule(r_m, ties)), np.asarray(fix.limited(r_m, ties))
+    for name, x, kind in (("rule", new, "f"), ("limited", limited, "b")):
+        if x.shape != r_m.shape or x.dtype.kind != kind:
+            raise ValueError(f"fix {given}: {name} gave {x.dtype} of shape {x.shape} for three rows; it must give "
+                             f"{'floats' if kind == 'f' else 'booleans'} of r_m's shape")

@@ -1,7 +1,10 @@
 """Loads a user's class from a file: `my.py:MyFix`, `my.py:MyFix:cap=80,beta=2`."""
+import contextlib
 import hashlib
 import importlib.util
 import pathlib
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -28,11 +31,31 @@ def load_class(path: str, name: str, base: type) -> Any:
     spec = importlib.util.spec_from_file_location(f"cuflash_user_{file.stem}_{digest}", file)
     assert spec and spec.loader  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with blame(path):
+        spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if found is None:
-        have = [n for n, v in vars(module).items() if isinstance(v, base) or isinstance(v, type) and issubclass(v, base)]
+        own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) in (module.__name__, base.__module__))
+        have = [n for n in own if n != base.__name__ and _is(getattr(module, n), base)]
         raise ValueError(f"{path!r} has no {name!r}; it has: {', '.join(have) or f'no {base.__name__}'}")
-    if not (isinstance(found, base) or isinstance(found, type) and issubclass(found, base)):
+    if not _is(found, base):
         raise ValueError(f"{path}:{name} is not a cuflash.{base.__name__}")
     return found
+
+
+def _is(x: Any, base: type) -> bool:
+    return isinstance(x, base) or isinstance(x, type) and issubclass(x, base)
+
+
+@contextlib.contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Around a user's code: whatever it raises becomes a ValueError that names `what`, the error and the line."""
+    try:
+        yield
+    except Exception as e:  # the user's code may raise anything; it is passed on, as a mistake of the user's
+        if isinstance(e, SyntaxError):
+            where = f" (line {e.lineno})"
+        else:
+            frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(".py")]
+            where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise ValueError(f"{what}: {type(e).__name__}: {e}{where}") from e

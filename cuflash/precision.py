@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cuflash import NUMERICS_VERSION
 from cuflash.errors import unknown
 from cuflash.formats import MODES, Mode, format_named
-from cuflash.plugins import load_class
-from cuflash.site_table import MODULES, SITES, merged
+from cuflash.plugins import blame, load_class
+from cuflash.site_table import MODULES, PLAIN_MERGED, SITES, merged
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "order": ("eager", "fa2"),
@@ -63,7 +65,14 @@ def mode_named(name: str) -> Mode:
     if not colon:
         raise unknown("mode", name, [*MODES, "FILE.py:NAME"])
     found = load_class(path, attribute, Mode)
-    return found() if isinstance(found, type) else found
+    mode = found() if isinstance(found, type) else found
+    one = np.ones(2, np.uint32)
+    with blame(name):  # once here, so that its mistakes are told before it is used
+        up = np.asarray(mode.up(one, one > 0, one > 0, one > 0, one))
+    if up.shape != one.shape or up.dtype != bool:
+        raise ValueError(f"mode {name}: up gave {up.dtype} of shape {up.shape} for two values; it must give booleans "
+                         "of the arguments' shape")
+    return mode
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,10 @@ class Override:
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     module: str | None = None
+
+    @property
+    def target(self) -> str:
+        return str(self).partition("=")[0]
 
     @property
     def scoped(self) -> bool:
@@ -182,7 +195,8 @@ class Precision:
         if self.is_fp64 and (self.overrides or any(r != Rounding() for r in self.sites)):
             raise ValueError("precision fp64 rounds at no site; start from 'fp32' to round single sites")
         if self.algorithm == "plain" and self.l_from == "rounded":
-            raise ValueError("l_from='rounded' has no meaning under algorithm='plain': P is rounded after it is divided by l")
+            raise ValueError("l_from='rounded' has no meaning under algorithm='plain': P is rounded after it is "
+                             "divided by l")
         for name, rounding in self.table().items():
             if name in self.merged and rounding != Rounding():
                 raise ValueError(merged_message(name, self))
@@ -247,7 +261,10 @@ class Precision:
                 raise ValueError(merged_message(override.site, self))
             if not override.scoped:
                 table.update((n, override.rounding) for n in names)
-            if override.scoped or overrides:  # an unscoped one later than a scoped one must win over it
+            # A later one wins: what it covers wholly is dropped, and an unscoped one is kept to win over the rest.
+            overrides = [o for o in overrides if o.target != override.target
+                         and (override.scoped or not set(o.names()) <= set(names) | self.merged)]
+            if override.scoped or any(set(o.names()) & set(names) for o in overrides):
                 overrides.append(override)
         return dataclasses.replace(self, sites=tuple(table.values()), overrides=tuple(overrides))
 
@@ -257,11 +274,27 @@ class Precision:
         for switch in switches:
             if switch not in valid:
                 raise unknown("switch", switch, valid)
+        for site, rounding in (sites or {}).items():
+            if not isinstance(rounding, (str, Rounding)):
+                raise TypeError(f"{site}: write the rounding as 'bf16' or 'bf16:sr', not {rounding!r}")
         table = self.table()
         gone = merged(switches.get("order", self.order), switches.get("algorithm", self.algorithm))
         changed = {n: Rounding() for n in gone if not self.is_fp64 and table[n] != Rounding()}
         sites_now = tuple((table | changed).values())
-        return dataclasses.replace(self, sites=sites_now, **switches).round(*(f"{s}={f}" for s, f in (sites or {}).items()))
+        changed_now = dataclasses.replace(self, sites=sites_now, **switches)
+        return changed_now.round(*(f"{s}={f}" for s, f in (sites or {}).items()))
+
+    def check_scopes(self, n_layer: int | None = None, n_head: int | None = None) -> None:
+        """Raises ValueError if an override names a layer or head that a model of this size lacks: it would do nothing."""
+        for override in self.overrides:
+            for what, numbers, count in (("layer", override.layers, n_layer), ("head", override.heads, n_head)):
+                beyond = tuple(n for n in numbers or () if count is not None and n >= count)
+                if beyond:
+                    raise ValueError(f"--round {override}: there is no {what} {_ranges(beyond)}; "
+                                     f"the {what}s are 0 to {count - 1}")
+
+    def __repr__(self) -> str:
+        return f"<cuflash.Precision {self.describe()}>"
 
     def set(self, *texts: str) -> "Precision":
         """This precision with `--set` texts applied: `delta_from=p_dp`, `tile=128,128`, `tile=none,none`."""
@@ -281,14 +314,14 @@ class Precision:
 
     def describe(self) -> str:
         """One line: the base and what was changed."""
-        changes = ", ".join(f"{k}={new}" for k, (_, new) in _named(self.base).diff(self).items())
+        changes = ", ".join(f"{k}={new}" for k, (_, new) in _named(self.base).diff(self).items() if new)
         return self.base + (f" with {changes}" if changes else "")
 
     def _flat(self) -> dict[str, str]:
         flat = {n: str(r) for n, r in self.table().items() if n not in self.merged}
         flat |= {s: getattr(self, s) for s in SWITCHES}
         flat["tile"] = _format_tile(self.tile)
-        flat |= {f"round {i}": str(o) for i, o in enumerate(self.overrides)}
+        flat |= {o.target: str(o.rounding) for o in self.overrides if o.scoped}
         return flat
 
     def to_toml(self) -> str:
@@ -327,8 +360,12 @@ class Precision:
 
 
 def merged_message(site: str, precision: Precision) -> str:
+    if precision.algorithm == "plain" and site in PLAIN_MERGED:
+        remedy = "algorithm=flash has it"
+    else:
+        remedy = "order=eager has it, as in precision bf16, fp32 and all-FORMAT"
     return (f"site {site} does not exist on its own under order={precision.order}, algorithm={precision.algorithm} "
-            f"(it is merged into the next operation), so it can be neither rounded nor dumped")
+            f"(it is merged into the next operation), so it can be neither rounded nor dumped; {remedy}")
 
 
 def _tile(tile: Any) -> tuple[Tile, Tile, Tile] | None:

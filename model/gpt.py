@@ -118,6 +118,7 @@ class GPT:
 
     def __init__(self, config: GPTConfig, params: Params, precision: Precision, fix: Fix | str = "off",
                  grad_out: Params | None = None) -> None:
+        precision.check_scopes(config.n_layer, config.n_head)
         self.config, self.precision, self.fix, self.grad_out = config, precision, as_fix(fix), grad_out or {}
         self.dtype = np.float64 if precision.is_fp64 else np.float32
         self.gpu = on_gpu(params["wte"])

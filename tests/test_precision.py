@@ -96,6 +96,7 @@ def test_tiles_by_head_dim():
 
 @pytest.mark.parametrize("make, match", [
     (lambda p: p.round("atn.o=bf16"), "unknown site 'atn.o': did you mean 'attn.o'"),
+    (lambda p: Precision.named("bf16-fa2").round("attn.pv=fp32"), "order=eager has it, as in precision bf16"),
     (lambda p: p.round("attn.o=bf61"), "unknown format 'bf61': did you mean 'bf16'"),
     (lambda p: p.round("attn.o=bf16:rnd"), "unknown mode 'rnd'"),
     (lambda p: p.round("attn.o=fp64"), "fp64 is a precision, not a site's format"),
@@ -159,8 +160,62 @@ def test_users_modes_and_fixes(tmp_path):
     _, off = flash_attention_forward(q, x, x, precision="fp32")
     _, saved = flash_attention_forward(q, x, x, precision="fp32", fix=f"{file}:Shift:by=3")
     assert saved.stats.tolist() == [2, 2, 0] and off.stats.tolist() == [2, 0, 0]
-    with pytest.raises(ValueError, match="has no 'Shft'; it has: Dither?|has no 'Shft'"):
+    with pytest.raises(ValueError, match="has no 'Shft'; it has: Shift$"):
         as_fix(f"{file}:Shft")
+
+
+@pytest.mark.parametrize("text, name, match", [
+    ("syntax err(", "X", r"SyntaxError: .*\(line 1\)"),
+    ("import no_such_module", "X", "ModuleNotFoundError: No module named 'no_such_module'.*line 1"),
+    ("from cuflash import Fix\nclass X(Fix):\n    def rule(self, r_m, ties):\n        return 1 / 0", "X", "ZeroDivisionError.*line 4"),
+    ("from cuflash import Fix\nclass X(Fix):\n    def rule(self, r_m, ties):\n        return r_m[:1]", "X",
+     r"rule gave float32 of shape \(1,\) for three rows"),
+    ("from cuflash import Fix\nclass X(Fix):\n    pass", "Y", r"has no 'Y'; it has: X$"),
+])
+def test_mistakes_in_a_users_fix_are_told_at_once(tmp_path, text, name, match):
+    from cuflash.fixes import as_fix
+    file = tmp_path / "my.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        as_fix(f"{file}:{name}")
+
+
+@pytest.mark.parametrize("up, match", [
+    ("lambda fraction: fraction > 0", "TypeError"), ("lambda fraction, rest, odd, negative, word: 1", r"up gave int64 of shape \(\)"),
+])
+def test_mistakes_in_a_users_mode_are_told_at_once(tmp_path, up, match):
+    file = tmp_path / "my.py"
+    file.write_text(f"from cuflash import Mode\nX = Mode('X', up={up})")
+    with pytest.raises(ValueError, match=match):
+        Precision.named("fp32").round(f"attn.o=bf16:{file}:X")
+
+
+def test_scopes_that_match_nothing_are_refused():
+    p = Precision.named("bf16").round("L1/H0,6-8/attn.o=fp32")
+    p.check_scopes(2, 9)
+    p.check_scopes()
+    with pytest.raises(ValueError, match="there is no head 6-8; the heads are 0 to 1"):
+        p.check_scopes(2, 2)
+    with pytest.raises(ValueError, match="there is no layer 1; the layers are 0 to 0"):
+        p.check_scopes(1, 9)
+
+
+def test_what_is_said_twice_is_kept_once():
+    p = Precision.named("bf16")
+    assert p.round("L1/attn.o=fp32", "attn=bf16", "attn.o=fp16").overrides == ()
+    assert len(p.round("L1/attn.o=fp32", "L1/attn.o=fp16").overrides) == 1
+    late = p.round("L1/attn=fp32", "attn.o=fp16")
+    assert late.sites_for("fwd", 1)["attn.o"].format == "fp16" and late.sites_for("fwd", 1)["attn.p"].format == "fp32"
+    assert late.describe() == "bf16-paper with attn.o=fp16, L1/attn=fp32"
+    assert Precision.from_toml(late.to_toml()) == late and repr(late) == f"<cuflash.Precision {late.describe()}>"
+
+
+@pytest.mark.parametrize("fix, match", [("capped:cap=-3", "cap is -3; valid: a finite number, 0 or more"),
+                                        ("qiu-b2:beta=nan", "beta is nan"), ("capped:beta=0.5", "beta is 0.5")])
+def test_parameters_of_fixes_have_bounds(fix, match):
+    from cuflash.fixes import as_fix
+    with pytest.raises(ValueError, match=match):
+        as_fix(fix)
 
 
 def test_table_reference_and_docs_name_the_same_sites():
