@@ -194,7 +194,8 @@ def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: 
     if k.shape != v.shape:
         raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape}")
     if k_lead != lead or dk != d or k.ndim != q.ndim:
-        raise ValueError(f"q {q.shape} and k {k.shape} must agree in every axis but heads and sequence (layout {layout})")
+        raise ValueError(f"q {q.shape} and k {k.shape} must agree in every axis but heads and sequence "
+                         f"(layout {layout})")
     if not 1 <= d <= 256:
         raise ValueError(f"head_dim is {d}; valid: 1 to 256")
     if hq and (not hk or hq % hk):
@@ -202,7 +203,8 @@ def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: 
     if scale is None:
         scale = 1 / math.sqrt(d) if precision.is_fp64 else float(np.float32(1 / math.sqrt(d)))
     if not math.isfinite(scale) or precision.order == "fa2" and scale <= 0:
-        raise ValueError(f"scale is {scale}; valid: a finite number" + (", above 0 under order=fa2" if precision.order == "fa2" else ""))
+        above = ", above 0 under order=fa2" if precision.order == "fa2" else ""
+        raise ValueError(f"scale is {scale}; valid: a finite number{above}")
     if key is not None and not isinstance(key, Key):
         raise TypeError(f"key must be a cuflash.Key, not {type(key).__name__}")
     if key is None and _needs_key(precision):
@@ -227,8 +229,8 @@ def _default_precision(q: Any) -> Precision:
 def _axes(name: str, x: Any, layout: str) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """Leading shape and (heads, T, head_dim)."""
     if x.ndim < (2 if layout == "bhtd" else 3):
-        raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs "
-                         + ("(..., heads, seq, head_dim) or (seq, head_dim)" if layout == "bhtd" else "(..., seq, heads, head_dim)"))
+        needed = {"bhtd": "(..., heads, seq, head_dim) or (seq, head_dim)", "bthd": "(..., seq, heads, head_dim)"}
+        raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs {needed[layout]}")
     if x.ndim == 2:
         return (), (1, *x.shape)
     *lead, a, b, d = x.shape
@@ -288,7 +290,8 @@ def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
 # ---- NumPy --------------------------------------------------------------------------------------
 
 def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision | str | None,
-             fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None, counts: bool = True) -> tuple[Any, Saved]:
+             fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None,
+             counts: bool = True) -> tuple[Any, Saved]:
     watch = watched(watch)
     p = _default_precision(q) if precision is None else as_precision(precision)
     call = _call(q, k, v, causal, scale, p, fix, layout, key)
@@ -307,9 +310,10 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
     o = _restore(full.o, call, q.shape, dtype, out)
     rows = _row_shape(q, layout)
     lse, m, l = (x.reshape(rows) for x in (full.lse, full.m, full.l))
-    saved = Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=bool(causal), scale=call.scale, layout=layout, key=key,
-                  m=m if p.p_bwd_from == "m_l" else None, l=l if p.p_bwd_from == "m_l" else None,
-                  o_unrounded=_restore(full.o_unrounded, call, q.shape, np.dtype(real)) if p.delta_from == "o_unrounded" else None,
+    m, l = (m, l) if p.p_bwd_from == "m_l" else (None, None)
+    unrounded = _restore(full.o_unrounded, call, q.shape, np.dtype(real)) if p.delta_from == "o_unrounded" else None
+    saved = Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=bool(causal), scale=call.scale, layout=layout,
+                  key=key, m=m, l=l, o_unrounded=unrounded,
                   stats=np.array([np.count_nonzero(x) for x in (full.tied, full.changed, full.capped)]))
     return o, saved
 
@@ -337,7 +341,7 @@ def _backward_numpy(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any
 
 
 def _parts(call: _Call, direction: str, watch: Watch | None) -> Iterator[tuple[Rounder, Index, Index]]:
-    """Blocks of (sample, head) pairs that round alike: a Rounder, their index into (batch, heads), that of their k and v."""
+    """Blocks of (sample, head) pairs that round alike: a Rounder, their index into (batch, heads), that of k and v."""
     b, hq, tq, _ = call.q.shape
     layer, p = call.key.layer, call.precision
     alike: dict[tuple, list[int]] = {}
@@ -372,12 +376,13 @@ def _recomputed_o(call: _Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd:
 def _all_fp32(p: Precision) -> Precision:
     """p with every forward site but the inputs in fp32."""
     kept = ("attn.q", "attn.k", "attn.v")
-    wide = [s for s, row in SITES.items() if s.startswith("attn.") and row.direction != "bwd" and s not in (*kept, *p.merged)]
+    wide = [s for s, row in SITES.items()
+            if s.startswith("attn.") and row.direction != "bwd" and s not in (*kept, *p.merged)]
     return p.round(*(f"{s}=fp32" for s in wide))
 
 
 def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -> np.ndarray:
-    """dK or dV (B, Hk, Tk, D) from each query head's share, heads ascending; a head scope counts by the first of a group."""
+    """dK or dV (B, Hk, Tk, D) from each query head's share, heads ascending; scopes go by the first head of a group."""
     b, hq, tk, d = heads.shape
     total = heads[:, ::call.group].copy()
     with np.errstate(invalid="ignore", over="ignore"):
@@ -458,7 +463,8 @@ def _backward_cuda(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any]
     with saved.q.device:
         dtypes = [_result_dtype(call, "bwd", site) for site in ("attn.dq", "attn.dk", "attn.dv")]
         wanted = out or (None,) * 3
-        results = tuple(x if x is not None and x.dtype == dtype and _in_place(x, call.layout) else cupy.empty(like.shape, dtype)
+        results = tuple(x if x is not None and x.dtype == dtype and _in_place(x, call.layout)
+                        else cupy.empty(like.shape, dtype)
                         for x, like, dtype in zip(wanted, (saved.q, saved.k, saved.v), dtypes))
         inputs = [_rows_contiguous(x) for x in (_heads_first(do, call.layout), call.q, call.k, call.v)]
         if p.delta_from == "o_fp32":
@@ -479,12 +485,12 @@ def _recomputed_o_cuda(call: _Call, q: Any, k: Any, v: Any) -> Any:
     cupy = sys.modules["cupy"]
     o, lse = cupy.empty(q.shape, np.float32), cupy.empty(q.shape[:3], np.float32)
     if o.size:
-        attention_forward.launch(q, k, v, o, lse, None, None, None, None, _all_fp32(call.precision), call.fix, call.shape,
-                                 call.scale, call.key)
+        attention_forward.launch(q, k, v, o, lse, None, None, None, None, _all_fp32(call.precision), call.fix,
+                                 call.shape, call.scale, call.key)
     return o
 
 
 def _in_place(out: Any, layout: str) -> bool:
-    """Whether a kernel can write to `out` as it lies: (batch, heads, T, D) is a view of it, its last axis contiguous."""
+    """Whether a kernel can write to `out` as it lies: (batch, heads, T, D) is a view, its last axis contiguous."""
     view = _heads_first(out, layout)
     return view.data.ptr == out.data.ptr and (out.shape[-1] == 1 or view.strides[-1] == out.itemsize)

@@ -22,14 +22,14 @@ from cuflash.fixes import Fix
 from cuflash.kernel_header import (PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header,
                                    product_operand)
 from cuflash.philox import Key
-from cuflash.precision import Precision, Rounding, mode_named
+from cuflash.precision import Precision, Rounding, Tile, mode_named
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
 
 @dataclass
 class Gradients:
-    """dq (G, Tq, D) rounded at attn.dq; dk and dv (G, Tk, D) of each query head, rounded at attn.dk_head, attn.dv_head."""
+    """dq (G, Tq, D) rounded at attn.dq; dk_head, dv_head (G, Tk, D) of each query head, rounded at their sites."""
 
     dq: np.ndarray
     dk_head: np.ndarray
@@ -109,7 +109,7 @@ def _mask(x: np.ndarray, shown: np.ndarray | None) -> np.ndarray:
     return x if shown is None else np.where(shown, x, x.dtype.type(0))
 
 
-def _delta_from_p(products: np.ndarray, shape: Shape, tile: tuple[int | None, int | None], r0: int, fa2: bool) -> np.ndarray:
+def _delta_from_p(products: np.ndarray, shape: Shape, tile: Tile, r0: int, fa2: bool) -> np.ndarray:
     """δ = rowsum(P∘dP): the four sums of section 7 carried over dQ's key tiles, joined at the end."""
     sums = np.zeros((*products.shape[:2], 4), products.dtype)
     for _, q0, q1 in shape.query_tiles(tile[0], False, r0, r0 + products.shape[1]):
@@ -120,8 +120,8 @@ def _delta_from_p(products: np.ndarray, shape: Shape, tile: tuple[int | None, in
     return join_columns(sums)
 
 
-def _add_dkdv(out: Gradients, p: np.ndarray, ds: np.ndarray, q: np.ndarray, do: np.ndarray, rnd: Rounder, math: Arithmetic,
-              shape: Shape, tile: tuple[int | None, int | None], r0: int, r1: int) -> None:
+def _add_dkdv(out: Gradients, p: np.ndarray, ds: np.ndarray, q: np.ndarray, do: np.ndarray, rnd: Rounder,
+              math: Arithmetic, shape: Shape, tile: Tile, r0: int, r1: int) -> None:
     """Adds the query tiles of rows r0 to r1 to dK and dV of every key tile that they visit."""
     fa2 = rnd.precision.order == "fa2"
     for i, q0, q1 in shape.query_tiles(tile[0], fa2, r0, r1):
@@ -141,7 +141,7 @@ def _add_dkdv(out: Gradients, p: np.ndarray, ds: np.ndarray, q: np.ndarray, do: 
 
 
 def _add_dq(out: Gradients, ds: np.ndarray, k: np.ndarray, rnd: Rounder, math: Arithmetic, shape: Shape,
-            tile: tuple[int | None, int | None], r0: int, r1: int) -> None:
+            tile: Tile, r0: int, r1: int) -> None:
     """dQ of rows r0 to r1: the sum of dS·K over the key tiles that they visit."""
     fa2 = rnd.precision.order == "fa2"
     for _, q0, q1 in shape.query_tiles(tile[0], False, r0, r1):

@@ -69,7 +69,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder, shape: Sh
     return out
 
 
-def scores(q: np.ndarray, k: np.ndarray, rnd: Rounder, math: Arithmetic, scale: np.floating, visible: np.ndarray | None) -> np.ndarray:
+def scores(q: np.ndarray, k: np.ndarray, rnd: Rounder, math: Arithmetic, scale: np.floating,
+           visible: np.ndarray | None) -> np.ndarray:
     """S of a block, scaled under `eager`, −Inf where masked; rnd stands at the block. Used by backward too."""
     s = rnd("attn.s", math.dot(q, "attn.q", k.swapaxes(-1, -2), "attn.k"))
     if rnd.precision.order == "eager":

@@ -35,8 +35,7 @@ def load_class(path: str, name: str, base: type) -> Any:
         spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if found is None:
-        own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) in (module.__name__, base.__module__))
-        have = [n for n in own if n != base.__name__ and _is(getattr(module, n), base)]
+        have = [n for n, v in vars(module).items() if _is(v, base) and v is not base]
         raise ValueError(f"{path!r} has no {name!r}; it has: {', '.join(have) or f'no {base.__name__}'}")
     if not _is(found, base):
         raise ValueError(f"{path}:{name} is not a cuflash.{base.__name__}")

@@ -285,7 +285,7 @@ class Precision:
         return changed_now.round(*(f"{s}={f}" for s, f in (sites or {}).items()))
 
     def check_scopes(self, n_layer: int | None = None, n_head: int | None = None) -> None:
-        """Raises ValueError if an override names a layer or head that a model of this size lacks: it would do nothing."""
+        """Raises ValueError if an override names a layer or head that a model of this size lacks."""
         for override in self.overrides:
             for what, numbers, count in (("layer", override.layers, n_layer), ("head", override.heads, n_head)):
                 beyond = tuple(n for n in numbers or () if count is not None and n >= count)

@@ -31,7 +31,7 @@ SITES: dict[str, Site] = {row[0]: Site(*row) for row in (
     ("attn.v",          "kd", "both", "fp32", "bf16", "bf16", "v, the input"),
     ("attn.s",          "qk", "both", "fp32", "bf16", "fp32", "S = QKᵀ, the dot product's result"),
     ("attn.s_scaled",   "qk", "both", "fp32", "bf16", "-",    "α·S"),
-    ("attn.m",          "q",  "fwd",  "fp32", "bf16", "fp32", "row maximum of the tile after the fix, and the running one"),
+    ("attn.m",          "q",  "fwd",  "fp32", "bf16", "fp32", "row maximum: after a tile's fix, and running"),
     ("attn.x",          "qk", "fwd",  "fp32", "bf16", "fp32", "the argument of exp"),
     ("attn.p",          "qk", "fwd",  "fp32", "bf16", "bf16", "P̄ = exp(x), as operand of P̄V"),
     ("attn.dm",         "q",  "fwd",  "fp32", "bf16", "fp32", "m_old − m_new"),

@@ -36,7 +36,8 @@ class Shape:
         for j in reversed(range(count)) if descending else range(count):
             yield j, j * bc, min((j + 1) * bc, self.tk)
 
-    def query_tiles(self, br: int | None, descending: bool, q0: int = 0, q1: int | None = None) -> Iterator[tuple[int, int, int]]:
+    def query_tiles(self, br: int | None, descending: bool, q0: int = 0,
+                    q1: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Query tiles (index, first row, end) of rows q0 to q1, q0 a multiple of Br, in the order of the sum."""
         br, q1 = br or max(self.tq, 1), self.tq if q1 is None else q1
         tiles = range(q0 // br, -(-q1 // br))
