@@ -2,6 +2,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -11,6 +12,8 @@ from cuflash import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("cuflash.cli.train:train", "Train a GPT, every rounding as chosen."),
     "sample": ("cuflash.cli.sample:sample", "Write text from a run's checkpoint."),
+    "eval": ("cuflash.cli.eval:eval", "Loss of a checkpoint in nats and bits per byte, under any precision."),
+    "export": ("cuflash.cli.export:export", "A run's weights as GPT-2 safetensors."),
     "dump": ("cuflash.cli.dump:dump", "Every chosen intermediate of one forward and backward pass, in HDF5."),
     "diff": ("cuflash.cli.diff:diff", "How two dumps, two runs or any two HDF5 files differ."),
     "plot": ("cuflash.cli.plot:plot", "Figures of runs, dumps, differences and audits."),
@@ -20,6 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("cuflash.cli.bench:bench", "Speed of the kernels, beside torch where it is installed."),
     "info": ("cuflash.cli.info:info", "Device, versions, what can run here and why not."),
 }
+
+
+# What click 8.2 raises to show the help of a group that is called without a command.
+_HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class LazyGroup(click.Group):
@@ -39,6 +46,16 @@ class LazyGroup(click.Group):
             from cuflash.errors import unknown
             raise click.UsageError(str(unknown("command", args[0], COMMANDS)), ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """A mistake in a command's arguments is one line, as every other one is."""
+        try:
+            return super().invoke(ctx)
+        except _HELP:
+            raise
+        except click.UsageError as e:
+            command = e.ctx.command_path if e.ctx else ctx.command_path
+            raise UserError(f"{' '.join(e.format_message().split()).rstrip('.')} (see {command} --help)") from e
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

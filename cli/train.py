@@ -45,12 +45,18 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("--loss-scale", str, "dynamic, or a power of two that the loss is multiplied by for the gradients.  "
                           "[default: dynamic where a gradient is fp16, else 1]"),
     ("--device", str, "auto, cpu or gpu.  [default: auto]"),
+    ("--init", str, "Weights to begin with: GPT-2's as FILE.safetensors, or of RUN, RUN@STEP, a checkpoint."),
+    ("--fork", str, "RUN@STEP: a new run that continues this checkpoint with the run's options and its batches; "
+                    "flags change them. --precision also sets --round, --set, --algorithm, --loss-scale anew."),
     ("--eval-every", int, "Steps between losses on the validation text; 0 at the end alone.  [default: 0]"),
     ("--checkpoint-every", int, "Steps between checkpoints; 0 writes one at the end.  [default: 0]"),
     ("--keep", int, "Checkpoints kept, the last ones; 0 keeps all.  [default: 3]"),
     ("--log-every", int, "Steps between lines of the log and of metrics.csv.  [default: 20]"),
-    ("--watch", str, "Measure the roundings of these sites at every step, as attn or attn.pv,linear.y; the most biased ones "
-                     "are logged, all go to layers.h5. Watching attn makes a step on a CPU about three times as long."),
+    ("--spectral-every", int, "Steps between spectral norms of the weights, in layers.h5; 0 never.  "
+                              "[default: log-every]"),
+    ("--watch", str, "Measure the roundings of these sites at every step, as attn or attn.pv,linear.y; the most "
+                     "biased ones are logged, all go to layers.h5. Watching attn makes a step on a CPU about "
+                     "three times as long."),
     ("--dump-every", int, "Steps between dumps of intermediates in dumps/; 0 never.  [default: 0]"),
     ("--dump-sites", str, "Sites of a dump: all, or names and prefixes with commas between.  [default: attn]"),
 ]

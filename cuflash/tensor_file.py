@@ -1,4 +1,4 @@
-"""Named arrays from a safetensors, npz or HDF5 file, told apart by content.
+"""Named arrays from a safetensors, npz or HDF5 file, told apart by content; and into a safetensors file.
 
 The safetensors format is read by hand (8 bytes of header length, JSON, raw bytes), so that bf16 loads
 without torch. A file that is foreign, truncated or damaged gives a ValueError that says what is wrong.
@@ -8,11 +8,14 @@ import math
 import os
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cuflash.whole_file import whole_file
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _MAX_HEADER = 100 << 20  # the limit of the safetensors format
@@ -41,6 +44,39 @@ def read_tensors(path: str | os.PathLike, required: tuple[str, ...],
     return read(path, required, optional)
 
 
+def safetensors_names(path: str | os.PathLike) -> tuple[list[str], dict[str, str]]:
+    """The names of a safetensors file's arrays, and its metadata.
+
+    Raises:
+        ValueError: the file is no safetensors file or is damaged.
+        OSError: it cannot be opened.
+    """
+    entries, _, _ = _header(Path(path))
+    metadata = entries.pop("__metadata__", {})
+    return list(entries), metadata if isinstance(metadata, dict) else {}
+
+
+def write_safetensors(path: str | os.PathLike, arrays: Mapping[str, np.ndarray],
+                      metadata: Mapping[str, str]) -> None:
+    """Writes arrays, in C order and in their dtypes, one after the other.
+
+    Raises:
+        OSError: as `whole_file`.
+    """
+    names = {dtype: name for name, dtype in _SAFETENSORS.items()}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, x in arrays.items():
+        entries[name] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": (end, end + x.nbytes)}
+        end += x.nbytes
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with whole_file(path) as partial, open(partial, "wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header)
+        for x in arrays.values():
+            f.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
 def _wanted(path: Path, names: list[str], required: tuple[str, ...], optional: tuple[str, ...]) -> list[str]:
     missing = [n for n in required if n not in names]
     if missing:
@@ -52,6 +88,14 @@ def _wanted(path: Path, names: list[str], required: tuple[str, ...], optional: t
 
 
 def _safetensors(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, np.ndarray]:
+    entries, start, size = _header(path)
+    entries.pop("__metadata__", None)
+    return {name: _map(path, name, entries[name], start, size)
+            for name in _wanted(path, list(entries), required, optional)}
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """What the header says of each array, where the arrays begin, the size of the file."""
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -67,9 +111,7 @@ def _safetensors(path: Path, required: tuple[str, ...], optional: tuple[str, ...
         entries = json.loads(header)
     except ValueError as e:
         raise ValueError(f"{path}: the safetensors header is not JSON ({e})") from None
-    entries.pop("__metadata__", None)
-    return {name: _map(path, name, entries[name], 8 + length, size)
-            for name in _wanted(path, list(entries), required, optional)}
+    return entries, 8 + length, size
 
 
 def _map(path: Path, name: str, entry: Any, start: int, size: int) -> np.ndarray:

@@ -5,7 +5,7 @@ Batches and random words are functions of the step, so no generator's state is k
 import io
 import json
 import pathlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from cuflash import NUMERICS_VERSION
 from cuflash.model.gpt import GPTConfig, Params
 from cuflash.model.loss_scale import LossScale
 from cuflash.model.run import write_whole
+from cuflash.precision import Precision
 
 FORMAT = "cuflash checkpoint 1"
 
@@ -29,6 +30,18 @@ class State:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     scale: LossScale = field(default_factory=LossScale)
+
+    @classmethod
+    def new(cls, params: Params, precision: Precision) -> "State":
+        """Before the first step."""
+        moments = ({name: np.zeros_like(p) for name, p in params.items()} for _ in range(2))
+        return cls(0, params, *moments).cast(precision)
+
+    def cast(self, precision: Precision) -> "State":
+        """In the dtype that a precision computes in."""
+        dtype = np.float64 if precision.is_fp64 else np.float32
+        arrays = ({n: x.astype(dtype) for n, x in part.items()} for part in (self.params, self.m, self.v))
+        return replace(self, **dict(zip(("params", "m", "v"), arrays)))
 
 
 @dataclass(frozen=True)

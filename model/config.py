@@ -35,7 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "qk_norm")
 # What --resume may change: nothing that training itself sees.
-RESUMABLE = frozenset({"steps", "eval_every", "checkpoint_every", "keep", "log_every", "watch", "dump_every", "dump_sites"})
+RESUMABLE = frozenset({"steps", "eval_every", "checkpoint_every", "keep", "log_every", "spectral_every", "watch",
+                       "dump_every", "dump_sites"})
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,13 @@ class TrainConfig:
     algorithm: str
     loss_scale: str
     device: str
+    init: str
+    fork: str
     eval_every: int
     checkpoint_every: int
     keep: int
     log_every: int
+    spectral_every: int
     watch: str
     dump_every: int
     dump_sites: str
@@ -87,7 +91,8 @@ class TrainConfig:
                 raise unknown(f"--{name}", getattr(self, name), valid)
         for name in ("batch_size", "grad_accum", "steps", "log_every"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup_steps", "lr_decay_steps", "eval_every", "checkpoint_every", "keep", "dump_every"):
+        for name in ("warmup_steps", "lr_decay_steps", "eval_every", "checkpoint_every", "keep", "spectral_every",
+                     "dump_every"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("lr", "min_lr", "weight_decay", "grad_clip"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a finite number, 0 or more")
@@ -95,6 +100,8 @@ class TrainConfig:
             self._check(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("seed", "data_seed"):
             self._check(name, 0 <= getattr(self, name) < 1 << 64, "0 to 2**64 − 1")
+        if self.init and self.fork:
+            raise ValueError(f"--init {self.init} and --fork {self.fork}: a run begins from one of them")
         loss_scale.fixed(self.loss_scale)
         self.resolved_fix()
         precision = self.resolved_precision()
@@ -154,10 +161,9 @@ FIELDS = {f.name: f.type for f in dataclasses.fields(TrainConfig)}
 def resolve(given: dict[str, Any]) -> TrainConfig:
     """Options that were given, over the model's preset, over the defaults."""
     options: dict[str, Any] = {
-        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "qk_norm": False, "grad_accum": 1, "beta1": 0.9,
-        "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2", "round": (),
-        "set": (), "fix": "off",
-        "device": "auto", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
+        "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "qk_norm": False, "grad_accum": 1,
+        "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2",
+        "round": (), "set": (), "fix": "off", "device": "auto", "init": "", "fork": "", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
         "watch": "", "dump_every": 0, "dump_sites": "attn",
     }
     for name in given:
@@ -167,6 +173,7 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
     options |= {name: _typed(name, value) for name, value in given.items()}
     options.setdefault("lr_decay_steps", options["steps"])
     options.setdefault("min_lr", options["lr"] / 10)
+    options.setdefault("spectral_every", options["log_every"])
     precision = as_precision(options["precision"])
     options.setdefault("algorithm", precision.algorithm)
     fp16 = any(r.format == "fp16" for name, r in precision.table().items() if SITES[name].direction != "fwd")

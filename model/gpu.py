@@ -5,16 +5,18 @@ from typing import Any
 
 import numpy as np
 from cuflash.model.checkpoint import State
-from cuflash.model.config import TrainConfig
-from cuflash.model.gpt import GPT
+from cuflash.model.config import DEVICES, TrainConfig
+from cuflash.model.gpt import GPT, GPTConfig, Params
 
 from cuflash import kernels
 from cuflash.adamw import AdamWCuda
-from cuflash.fixes import as_fix
+from cuflash.errors import unknown
+from cuflash.fixes import Fix, as_fix
 from cuflash.flat import Flat
 from cuflash.grad_norm import grad_norm_cuda
 from cuflash.kernel_header import device_accumulator, precision_header
 from cuflash.philox import Key
+from cuflash.precision import Precision
 
 
 def refusal(config: TrainConfig) -> str | None:
@@ -23,16 +25,20 @@ def refusal(config: TrainConfig) -> str | None:
         return reason
     if config.watch or config.dump_every:
         return "attention's kernels do not show their values to --watch and --dump-every; a CPU does"
+    return _cannot_run(config.gpt(), config.resolved_precision(), as_fix(config.fix), ("fwd", "bwd"))
+
+
+def _cannot_run(config: GPTConfig, precision: Precision, fix: Fix, directions: tuple[str, ...]) -> str | None:
+    """Why the GPU cannot run a model; None if it can."""
     try:
         from cupy.cuda import cublas  # noqa: F401
     except ImportError as error:
         return f"cuBLAS cannot be loaded ({error}): pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
-    precision, head_dim = config.resolved_precision(), config.n_embd // config.n_head
     try:
         device = kernels.import_cupy().cuda.runtime.getDevice()
         accumulator = device_accumulator(precision, kernels.capability(device))
-        for direction in ("fwd", "bwd"):  # modes and fixes without a CUDA body say so here
-            precision_header(precision, head_dim, direction, accumulator, as_fix(config.fix))
+        for direction in directions:  # modes and fixes without a CUDA body say so here
+            precision_header(precision, config.n_embd // config.n_head, direction, accumulator, fix)
     except ValueError as error:
         return str(error)
     return None
@@ -50,6 +56,22 @@ def use_gpu(config: TrainConfig) -> bool:
     if reason and config.device == "gpu":
         raise ValueError(f"--device gpu: {reason}")
     return reason is None
+
+
+def placed(config: GPTConfig, params: Params, precision: Precision, fix: Fix, device: str) -> Params:
+    """Parameters where a forward pass can run: copied to the GPU, or as they are for the CPU.
+
+    Raises:
+        ValueError: no such device, or the GPU was asked for by name and cannot run it.
+    """
+    if device not in DEVICES:
+        raise unknown("--device", device, DEVICES)
+    if device == "cpu":
+        return params
+    reason = kernels.gpu_reason() or _cannot_run(config, precision, fix, ("fwd",))
+    if reason and device == "gpu":
+        raise ValueError(f"--device gpu: {reason}")
+    return params if reason else Flat.of(params).arrays
 
 
 def device_name() -> str:

@@ -64,17 +64,21 @@ class Observer:
                 recorder(rnd, site, x, rounded)
         return watch
 
-    def log(self, step: int) -> str | None:
-        """Takes what was measured since the last call; a line with the most biased sites, if watched."""
-        values = spectral_norms(self.model)
+    def after(self, step: int, logged: bool) -> str | None:
+        """Keeps what is due after a step: spectral norms; with a line of the log, what watched sites have
+        measured since the last one. Returns a line with the most biased of these."""
+        c = self.config
+        due = c.spectral_every and (step % c.spectral_every == 0 or step == c.steps)
+        values = spectral_norms(self.model) if due else {}
         line = None
-        if self._wanted is not None:
+        if logged and self._wanted is not None:
             sites = self._statistics.sites()
             values |= site_series(self._statistics.sites(by_head=True))
             self._statistics = Statistics()
             worst = sorted((s for s in sites if s.bias), key=lambda s: -s.bias)[:SHOWN]
             line = "  biased: " + (", ".join(map(_bias, worst)) or "no site")
-        self.layers.add(step, values)
+        if values:
+            self.layers.add(step, values)
         return line
 
     def save(self) -> None:

@@ -156,6 +156,32 @@ class Metrics:
         self._file.close()
 
 
+def checkpoint_of(source: str | os.PathLike[str], argument: str = "RUN",
+                  step: int | None = None) -> pathlib.Path:
+    """The file of RUN (its last checkpoint), RUN@STEP, or a checkpoint's own path.
+
+    step: instead of the last, where the source names none.
+
+    Raises:
+        ValueError: there is none; the message names the argument.
+    """
+    named, asked = f"{argument} {source}", f"--step {step}"
+    name, at, digits = str(source).rpartition("@")
+    if at and digits.isdecimal() and not pathlib.Path(source).exists():
+        source, step, asked = name, int(digits), named
+    path = pathlib.Path(source)
+    if not path.exists():
+        raise ValueError(f"{named}: no such run folder or checkpoint")
+    if path.is_file():
+        return path
+    found = dict(Run(path).checkpoints())
+    if not found:
+        raise ValueError(f"{named}: has no checkpoint yet")
+    if step is not None and step not in found:
+        raise ValueError(f"{asked}: no such checkpoint in {path}; it has {', '.join(map(str, found))}")
+    return found[max(found) if step is None else step]
+
+
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
     """Calls write(partial), flushes that file to the disk and renames it to path.
 

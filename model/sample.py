@@ -1,12 +1,16 @@
 """Text from a model, token by token."""
+import codecs
 import pathlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from cuflash.model import weights
+from cuflash.model.blas import one_thread_if_small
 from cuflash.model.checkpoint import Header, load
 from cuflash.model.gpt import GPT
-from cuflash.model.run import Run
+from cuflash.model.run import checkpoint_of
 from cuflash.philox import Key
 from cuflash.precision import Precision
 
@@ -56,24 +60,41 @@ def encode(text: str, kind: str, vocab_size: int) -> list[int]:
     return tokens
 
 
-def decode(tokens: list[int], kind: str) -> str:
+def decode(tokens: Iterable[int], kind: str) -> str:
     """Text of the tokens; bytes that are no UTF-8 are shown as �."""
-    return bytes(tokens).decode(errors="replace") if kind == "bytes" else " ".join(map(str, tokens))
+    return "".join(pieces(tokens, kind))
+
+
+def pieces(tokens: Iterable[int], kind: str) -> Iterator[str]:
+    """The text of `decode` as the tokens come; a character once all its bytes are there."""
+    if kind != "bytes":
+        for i, token in enumerate(tokens):
+            yield f" {token}" if i else str(token)
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(bytes([token]))
+    yield decoder.decode(b"", final=True)
+
+
+def printable(text: str) -> str:
+    r"""For a terminal: control characters but newline and tab, C1 too, as `\x1b`."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def load_model(path: str | pathlib.Path, step: int | None = None) -> tuple[GPT, Header, int]:
-    """Model, header and step of a checkpoint file, or of a run's last checkpoint (or that of a step)."""
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise ValueError(f"RUN {path}: no such run folder or checkpoint")
-    if path.is_dir():
-        found = dict(Run(path).checkpoints())
-        if not found:
-            raise ValueError(f"RUN {path}: has no checkpoint yet")
-        if step is not None and step not in found:
-            raise ValueError(f"--step {step}: no such checkpoint in {path}; it has "
-                             f"{', '.join(map(str, found))}")
-        path = found[max(found) if step is None else step]
-    state, header = load(path, optimizer=False)
+    """Model, header and step of a run (its last checkpoint, or that of a step), RUN@STEP, a checkpoint file, or
+    GPT-2's weights as safetensors (step 0, in bf16-fa2).
+
+    BLAS gets one thread where the model is small, as in training.
+    """
+    if str(path).endswith(".safetensors") and pathlib.Path(path).is_file():
+        config, params = weights.read(path)
+        kind = "bytes" if config.vocab_size == 256 else "tokens"
+        header = Header(config, Precision.named("bf16-fa2").to_toml(), "off", 1, "", kind)
+        one_thread_if_small(config.n_embd)
+        return GPT(config, params, Precision.named("bf16-fa2")), header, 0
+    state, header = load(checkpoint_of(path, step=step), optimizer=False)
     precision = Precision.from_toml(header.precision)
+    one_thread_if_small(header.model.n_embd)
     return GPT(header.model, state.params, precision, header.fix), header, state.step

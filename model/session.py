@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import NUMERICS_VERSION, __version__, kernels
-from cuflash.model import blas, checkpoint
+from cuflash.model import blas, checkpoint, fork, weights
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import device_name, refusal, use_gpu
@@ -32,8 +32,12 @@ PROMPT = "The "
 
 
 def options(config: str | None, given: dict[str, Any]) -> TrainConfig:
-    """Flags over --config over the model's preset over the defaults; ValueError for any that is not valid."""
-    c = resolve((from_toml("--config", config) if config else {}) | given)
+    """Flags over --config over a forked run's over the model's preset over the defaults; ValueError for any that
+    is not valid."""
+    given = (from_toml("--config", config) if config else {}) | given
+    if given.get("fork"):
+        given = fork.options(given)
+    c = resolve(given)
     use_gpu(c)
     return c
 
@@ -51,6 +55,7 @@ class Session:
         config: TrainConfig,
         data: Data,
         *,
+        state: checkpoint.State | None = None,
         resumed: bool = False,
         notes: list[str] | None = None,
     ) -> None:
@@ -63,7 +68,9 @@ class Session:
         )
         self._lock = folder.lock()
         try:
-            self.trainer = Trainer(config, data, self._state())
+            self.trainer = Trainer(config, data, state or self._state())
+            if state is not None:  # so that a resume needs nothing else
+                checkpoint.save(folder.checkpoint_path(state.step), state, header(config, data))
         except BaseException:
             self._lock.release()
             raise
@@ -120,16 +127,25 @@ class Session:
 
 
 def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
-    """A new run in `out`, by default in runs/ under the first free name."""
+    """A new run in `out`, by default in runs/ under the first free name.
+
+    Its first checkpoint is what it forks or is initialised from.
+    """
     blas.one_thread_if_small(config.n_embd)
     data = _data(config)
+    state, notes = None, []
+    if config.fork:
+        state, notes = fork.state(config, data)
+    elif config.init:
+        params, notes = weights.initial(config.init, config.gpt())
+        state = checkpoint.State.new(params, config.resolved_precision())
     fix = config.resolved_fix().rpartition("/")[2].partition(":")[0]
     stem = f"{pathlib.Path(config.model).stem}-{config.resolved_precision().name}-{fix}"
     folder = Run.create(out or next_free(pathlib.Path("runs"), stem), _config_toml(config, data, command))
     for file in config.user_files():
         (folder.path / "plugins").mkdir(exist_ok=True)
         shutil.copy(file, folder.path / "plugins")
-    return Session(folder, config, data)
+    return Session(folder, config, data, state=state, notes=notes)
 
 
 def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> Session:

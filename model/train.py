@@ -78,18 +78,11 @@ class Trainer:
         self.config, self.data = config, data
         if state is None:
             params = init_params(config.gpt(), config.seed)
-            dtype = np.float64 if config.resolved_precision().is_fp64 else np.float32
-            state = checkpoint.State(
-                0,
-                *(
-                    {name: (p if i == 0 else np.zeros_like(p)).astype(dtype) for name, p in params.items()}
-                    for i in range(3)
-                ),
-            )
+            state = checkpoint.State.new(params, config.resolved_precision())
         self.state, scale = state, fixed(config.loss_scale)
         self.dynamic = scale is None
         if scale is not None:
-            state.scale = LossScale(scale)
+            state.scale = LossScale(scale, skipped=state.scale.skipped)
         self.gpu = OnGpu(config, state) if use_gpu(config) else None
         self.model = GPT(config.gpt(), state.params, config.resolved_precision(), config.fix,
                          self.gpu.g.arrays if self.gpu else None)
@@ -345,8 +338,9 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
                     row["val_loss"] = trainer.evaluate()
                 metrics.write({k: f"{v:.4g}" if k in TIMINGS else v for k, v in row.items()})
                 say(line(row, c.steps))
-                if biased := observer.log(state.step):
-                    say(biased)
+            if biased := observer.after(state.step, logged):
+                say(biased)
+            if logged:
                 since, begun = state.step, time.perf_counter()
             if saved:
                 save()

@@ -139,6 +139,15 @@ def test_resume_goes_on_with_layers(watched, tmp_path):
     assert Layers.load(tmp_path / "two/layers.h5", after=3).steps.tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("every, steps", [("4", [4, 7]), ("0", [])])
+def test_spectral_norms_have_their_own_steps(tmp_path, every, steps):
+    folder = tmp_path / "x"
+    run("train", *TINY, "--steps", "7", "--spectral-every", every, "--out", str(folder))
+    assert Run(folder).layers.steps.tolist() == steps
+    if steps:
+        assert np.isfinite(Run(folder).layers["spectral/L01/q_heads"]).all()
+
+
 def test_the_dump_of_a_step_that_fails_is_kept(tmp_path):
     folder = tmp_path / "x"
     text = run("train", *TINY, "--steps", "9", "--out", str(folder), "--precision", "all-fp16", "--lr", "1e4",
