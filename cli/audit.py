@@ -5,7 +5,6 @@ import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
 from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
+from cuflash.cli.outputs import OUT_FILE
 from cuflash.fixes import Fix, as_fix
 from cuflash.monte_carlo import RESTS, TIES, table
 from cuflash.precision import Precision, as_precision
@@ -55,11 +55,9 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 )
 @click.option("--monte-carlo", is_flag=True,
               help="The bias of Ō and O against the number of ties and the size of the rest; needs no FILE.")
-@click.option("-o", "--out", type=click.Path(dir_okay=False),
+@click.option("-o", "--out", type=OUT_FILE,
               help="Write the errors of δ and O by token and feature here, in HDF5, for cuflash plot.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write everything here, by head too."
-)
+@click.option("--json", "json_file", type=OUT_FILE, help="Write everything here, by head too.")
 @click.pass_context
 def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
@@ -68,9 +66,6 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder or a checkpoint:
     what its attention takes in training's next pass is audited, layer by layer. It needs no GPU.
     """
-    for option in ("json_file", "out"):
-        if options[option] and not os.access(Path(options[option]).absolute().parent, os.W_OK):
-            raise UserError(f"{options[option]}: its folder does not exist or cannot be written")
     if options["monte_carlo"]:
         if source:
             raise UserError(f"--monte-carlo draws its own inputs: drop {source}")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from cuflash.cli.main import user_errors
+from cuflash.cli.outputs import OUT_FILE
 from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
 from cuflash.whole_file import whole_file
 
@@ -34,8 +35,8 @@ SORTS = {
 @click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
 @click.option("--step", type=click.IntRange(min=0),
               help="Of two runs: this step's checkpoints.  [default: the last that both have]")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every line's numbers here.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="The same as JSON.")
+@click.option("--csv", "csv_file", type=OUT_FILE, help="Write every line's numbers here.")
+@click.option("--json", "json_file", type=OUT_FILE, help="The same as JSON.")
 @click.pass_context
 def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, everything: bool,
          step: int | None, csv_file: str | None, json_file: str | None) -> None:

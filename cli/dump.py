@@ -3,6 +3,7 @@ import click
 
 from cuflash.cli.main import user_errors
 from cuflash.cli.numbers import numbers
+from cuflash.cli.outputs import OUT_FILE
 
 
 @click.command()
@@ -25,7 +26,7 @@ from cuflash.cli.numbers import numbers
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="Set a switch, as delta_from=p_dp.")
 @click.option("--fix", help="Another fix of the row maximum than the run's.")
-@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False),
+@click.option("-o", "--out", required=True, type=OUT_FILE,
               help="The HDF5 file, replaced if it exists.")
 def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None,
          sites: str, layers: str | None, heads: str | None, batch: str | None, rows: str | None,

@@ -2,12 +2,13 @@
 import click
 
 from cuflash.cli.main import user_errors
+from cuflash.cli.outputs import OUT_FILE
 
 
 @click.command()
 @click.argument("run")
 @click.option("--step", type=int, help="Checkpoint of this step.  [default: the last]")
-@click.option("-o", "--output", required=True, help="FILE.safetensors to write.")
+@click.option("-o", "--out", "output", type=OUT_FILE, required=True, help="FILE.safetensors to write.")
 def export(run: str, step: int | None, output: str) -> None:
     """Write the weights of RUN (a run folder, RUN@STEP or a checkpoint file) as GPT-2 safetensors.
 

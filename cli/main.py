@@ -18,12 +18,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("cuflash.cli.diff:diff", "How two dumps, two runs or any two HDF5 files differ."),
     "plot": ("cuflash.cli.plot:plot", "Figures of runs, dumps, differences and audits."),
     "audit": ("cuflash.cli.audit:audit", "Which roundings of attention are biased, on captured q, k, v, dO."),
+    "study": ("cuflash.cli.study:study", "The papers' studies: tables, figures, a report."),
     "sites": ("cuflash.cli.sites:sites", "The rounding sites and their formats under a precision."),
     "explain": ("cuflash.cli.explain:explain", "One rounding or one sum, shown bit by bit."),
     "bench": ("cuflash.cli.bench:bench", "Speed of the kernels, beside torch where it is installed."),
     "info": ("cuflash.cli.info:info", "Device, versions, what can run here and why not."),
 }
 
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as a shell gives it
 
 # What click 8.2 raises to show the help of a group that is called without a command.
 _HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
@@ -48,11 +51,14 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """A mistake in a command's arguments is one line, as every other one is."""
+        """A mistake in a command's arguments is one line, as every other one is; Ctrl-C is none."""
         try:
             return super().invoke(ctx)
         except _HELP:
             raise
+        except KeyboardInterrupt as e:
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from e
         except click.UsageError as e:
             command = e.ctx.command_path if e.ctx else ctx.command_path
             raise UserError(f"{' '.join(e.format_message().split()).rstrip('.')} (see {command} --help)") from e
@@ -77,7 +83,7 @@ def user_errors() -> Iterator[None]:
         raise UserError(str(e)) from e
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="cuflash")
 def main() -> None:
     """Flash attention in which every rounding step is explicit, switchable and measured."""

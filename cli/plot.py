@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cuflash.cli.main import user_errors
+from cuflash.cli.outputs import OUT_FILE
 from cuflash.errors import unknown
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ KINDS = {
 @click.command(epilog="Kinds: " + "; ".join(f"{kind}, {text}" for kind, text in KINDS.items()) + ".")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True), metavar="SOURCE…")
 @click.option("--kind", metavar="KIND", help="What to draw; by default the first kind that fits the sources.")
-@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False),
+@click.option("-o", "--out", required=True, type=OUT_FILE,
               help="A .png, .svg or .pdf file.")
 @click.option("--sites", help="Of dumps: names with commas between.")
 @click.option("--layer", type=click.IntRange(min=0), help="Of a dump or an audit.  [default: the first]")

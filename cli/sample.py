@@ -1,4 +1,6 @@
 """`cuflash sample`."""
+from itertools import chain
+
 import click
 
 from cuflash.cli.main import user_errors
@@ -16,10 +18,20 @@ from cuflash.cli.main import user_errors
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 def sample(run: str, step: int | None, prompt: str, tokens: int, temperature: float, top_k: int,
            seed: int) -> None:
-    """Write text from the last checkpoint of RUN (a run folder or a checkpoint file), in its precision."""
-    from cuflash.model.sample import decode, encode, generate, load_model
+    """Write text from the last checkpoint of RUN (a run folder or a checkpoint file), in its precision.
+
+    It appears as it is drawn. Control characters other than newline and tab are shown as \\x1b.
+
+    \b
+    cuflash sample runs/nano-bf16-fa2-off
+    cuflash sample runs/nano-bf16-fa2-off --prompt "The with statement" --tokens 200 --temperature 0.5
+    cuflash sample runs/nano-bf16-fa2-off --step 800 --top-k 20 --seed 7
+    """
+    from cuflash.model.sample import encode, generate, load_model, pieces, printable
     with user_errors():
         model, header, _ = load_model(run, step)
         start = encode(prompt, header.tokens, header.model.vocab_size)
-        written = list(generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed))
-    click.echo(decode(start + written, header.tokens))
+        drawn = generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed)
+        for text in pieces(chain(start, drawn), header.tokens):
+            click.echo(printable(text), nl=False)
+    click.echo()

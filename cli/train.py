@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from cuflash.cli.main import UserError, user_errors
+from cuflash.cli.main import INTERRUPTED, UserError, user_errors
+from cuflash.cli.outputs import OUT_FOLDER
 
 MANY = {"multiple": True}
 FLAG = {"is_flag": True, "default": None}
@@ -70,7 +71,7 @@ def _options(command: Any) -> Any:
 
 @click.command()
 @_options
-@click.option("--out", type=str, help="Run folder.  [default: runs/MODEL-PRECISION-FIX]")
+@click.option("--out", type=OUT_FOLDER, help="Run folder.  [default: runs/MODEL-PRECISION-FIX]")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint.")
 @click.option("--config", type=str, help="TOML of these options, as a run's config.toml; flags override it.")
 @click.option("--dry-run", is_flag=True, help="Print parameters, memory, FLOPs and time, and train nothing.")
@@ -98,7 +99,10 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
             raise UserError(str(e)) from e
         except OSError as e:
             raise UserError(f"{e}; --resume --out {run.folder.path} continues from its last one") from e
-    click.echo(run.closing(bool(stopped)))
+    incomplete = bool(stopped) and run.trainer.state.step < run.config.steps
+    click.echo(run.closing(incomplete))
+    if incomplete:
+        sys.exit(INTERRUPTED)
 
 
 @contextlib.contextmanager

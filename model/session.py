@@ -22,7 +22,7 @@ from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import device_name, refusal, use_gpu
 from cuflash.model.run import CONFIG, Run, next_free
-from cuflash.model.sample import decode, encode, generate
+from cuflash.model.sample import decode, encode, generate, printable
 from cuflash.model.train import NonFinite, Trainer, header, train
 
 __all__ = ["NonFinite", "Session", "dry_run", "options", "resume", "start"]
@@ -34,7 +34,13 @@ PROMPT = "The "
 def options(config: str | None, given: dict[str, Any]) -> TrainConfig:
     """Flags over --config over a forked run's over the model's preset over the defaults; ValueError for any that
     is not valid."""
-    given = (from_toml("--config", config) if config else {}) | given
+    if config:
+        file = from_toml("--config", config)
+        try:
+            return options(None, file | given)
+        except (ValueError, OSError) as e:
+            options(None, given)  # the flags' own mistakes speak of flags
+            raise ValueError(f"--config {config}: {e}") from e
     if given.get("fork"):
         given = fork.options(given)
     c = resolve(given)
@@ -105,6 +111,8 @@ class Session:
         """Prints what is resolved, trains, samples unless stopped."""
         for text in [*heading(self.config, self.data), *self._notes]:
             say(text)
+        if self.resumed:
+            say(f"resumed at step {self.trainer.state.step} of {self.config.steps}")
         train(self.trainer, self.folder, say, resumed=self.resumed, progress=advance, stop=stop)
         if not stop():
             say("")
@@ -113,7 +121,8 @@ class Session:
     def sample(self) -> str:
         kind, model = self.data.kind, self.trainer.model
         prompt = encode(PROMPT if kind == "bytes" else "", kind, self.config.vocab_size)
-        return decode(prompt + list(generate(model, prompt, SAMPLE_TOKENS, seed=self.config.seed)), kind)
+        tokens = prompt + list(generate(model, prompt, SAMPLE_TOKENS, seed=self.config.seed))
+        return printable(decode(tokens, kind))
 
     def closing(self, stopped: bool) -> str:
         path = self.folder.path
@@ -157,6 +166,8 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
         raise ValueError(
             f"--config {config_file}: --resume takes the options from the run's own {CONFIG}; drop --config"
         )
+    if not os.path.isdir(out):
+        raise ValueError(f"--resume --out {out}: no such folder")
     folder = Run(out)
     stored = folder.config
     config, wanted = resolve(stored["train"]), resolve(stored["train"] | given)
@@ -231,11 +242,21 @@ def dry_run(c: TrainConfig) -> list[str]:
     return [
         *heading(c, data),
         f"parameters {gpt.n_params():,}",
-        f"memory about {memory / 2**30:.2f} GiB, of it weights, gradients and moments "
-        f"{kept * 4 / 3 / 2**30:.2f}",
+        f"memory about {_bytes(memory)}, of it weights, gradients and moments {_bytes(kept * 4 / 3)}",
         f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
-        f"time about {step_seconds:.2g} s a step, {step_seconds * c.steps / 60:.2g} min in all",
+        f"time about {_seconds(step_seconds)} a step, {_seconds(step_seconds * c.steps)} in all",
     ]
+
+
+def _bytes(n: float) -> str:
+    return f"{n / 2**30:.3g} GiB" if n >= 2**30 else f"{n / 2**20:.3g} MiB"
+
+
+def _seconds(s: float) -> str:
+    units = {"days": 86400, "h": 3600, "min": 60, "s": 1}
+    unit = next((u for u, size in units.items() if s >= 2 * size), "ms")
+    n = s / units.get(unit, 1e-3)
+    return f"{n:.0f} {unit}" if n >= 99.5 else f"{n:.2g} {unit}"
 
 
 def _peak(trainer: Trainer, kept: int) -> int:
@@ -306,19 +327,34 @@ def _environment_notes(stored: dict[str, Any]) -> list[str]:
 
 
 def _git_commit() -> str:
-    """Of the repository that this file is tracked in, if it is; an installed copy may lie in another one."""
+    """Of the clone that this file is tracked in; of an installed copy, of the clone of its version that is the
+    current folder, or the version alone."""
     here = pathlib.Path(__file__).resolve()
 
-    def git(*arguments: str) -> str | None:
+    def git(folder: pathlib.Path, *arguments: str) -> str | None:
         try:
             found = subprocess.run(
-                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return found.stdout.strip() if found.returncode == 0 else None
 
-    return git("ls-files", "--error-unmatch", here.name) and git("rev-parse", "HEAD") or "unknown"
+    if git(here.parent, "ls-files", "--error-unmatch", here.name):
+        clone: pathlib.Path | None = here.parent
+    else:
+        top = git(pathlib.Path.cwd(), "rev-parse", "--show-toplevel")
+        clone = pathlib.Path(top) if top and _is_clone(pathlib.Path(top)) else None
+    return clone and git(clone, "rev-parse", "HEAD") or f"none: cuflash {__version__} as installed"
+
+
+def _is_clone(folder: pathlib.Path) -> bool:
+    """Whether a folder holds the sources of this version of cuflash."""
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+    except (OSError, ValueError):
+        return False
+    return (project.get("name"), project.get("version")) == ("cuflash", __version__)
 
 
 def _processor() -> str:

@@ -1,3 +1,5 @@
+import unicodedata
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -6,7 +8,7 @@ from cuflash.cli.main import main
 from cuflash.model import checkpoint
 from cuflash.model.gpt import GPT, GPTConfig, init_params
 from cuflash.model.run import Run
-from cuflash.model.sample import _draw, decode, encode, generate, load_model
+from cuflash.model.sample import _draw, decode, encode, generate, load_model, pieces, printable
 from cuflash.precision import Precision
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=256)
@@ -56,6 +58,24 @@ def test_prompts():
         encode("7", "tokens", 7)
 
 
+def test_pieces_are_the_text_and_come_as_the_tokens_do():
+    text = "aé\u20ac😀\n".encode() + b"\xff\xc3"
+    assert "".join(pieces(text, "bytes")) == decode(list(text), "bytes") == text.decode(errors="replace")
+
+    def tokens():
+        yield 97
+        raise AssertionError("not needed yet")
+
+    assert next(pieces(tokens(), "bytes")) == "a" and next(pieces(tokens(), "tokens")) == "97"
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    every = "".join(map(chr, range(256)))
+    shown = printable(every)
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+    assert printable("\x1b[2J\r\x7f\x9b a\n\té") == "\\x1b[2J\\x0d\\x7f\\x9b a\n\té"
+
+
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run.create("r", {})
@@ -72,7 +92,10 @@ def test_the_command(tmp_path, monkeypatch):
     params = init_params(CONFIG, 1)
     for step in (3, 9):
         checkpoint.save(run.checkpoint_path(step), checkpoint.State(step, params, params, params), header)
+    threads = []
+    monkeypatch.setattr("cuflash.model.sample.one_thread_if_small", threads.append)
     gpt, _, step = load_model("r")
+    assert threads == [CONFIG.n_embd]  # as in training: small matrices gain nothing from more
     assert (
         step == 9
         and gpt.precision == Precision.from_toml(header.precision)
