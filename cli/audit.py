@@ -65,6 +65,12 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
     (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder or a checkpoint:
     what its attention takes in training's next pass is audited, layer by layer. It needs no GPU.
+
+    \b
+    cuflash audit qkv.safetensors --causal
+    cuflash audit qkv.npz --layout bthd --heads 0,6-8 --precision bf16 --set delta_from=p_dp
+    cuflash audit runs/nano-bf16-off --layers 1 --json audit.json -o errors.h5
+    cuflash audit --monte-carlo --json bias.json
     """
     if options["monte_carlo"]:
         if source:

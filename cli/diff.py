@@ -44,6 +44,11 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
 
     A and B are dumps, run folders, or HDF5 files with datasets of the same names. Differences are A − B.
     The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
+
+    \b
+    cuflash diff bf16.h5 fp32.h5
+    cuflash diff bf16.h5 fp32.h5 --site fwd/L01 --site attn.o --sort signed --csv sites.csv
+    cuflash diff runs/nano-bf16-off runs/nano-bf16-qiu-b7 --step 800
     """
     with user_errors():
         folders = [pathlib.Path(x).is_dir() for x in (a, b)]

@@ -37,6 +37,11 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
 
     The pass is the one that training would do next: the weights of the checkpoint, the batch of the step
     after it. Another precision computes that pass from the same weights and batch otherwise, for `diff`.
+
+    \b
+    cuflash dump runs/nano-bf16-off -o bf16.h5
+    cuflash dump runs/nano-bf16-off --precision fp32 -o fp32.h5
+    cuflash dump runs/nano-bf16-off --step 800 --sites attn.s,attn.p --layers 1 --rows 0-63 -o p.h5
     """
     from cuflash.dump import Selection, read, recording
     from cuflash.model.passes import one_pass

@@ -35,6 +35,8 @@ def eval(run: str, step: int | None, data: str | None, split: str, blocks: int |
 
     \b
     cuflash eval runs/nano --precision fp32 --precision bf16 --precision bf16-fa2
+    cuflash eval runs/nano --step 800 --blocks 64 --round attn.o=fp32
+    cuflash eval gpt2.safetensors --data val.bin --blocks 16 --bytes-per-token 4.5
     """
     from cuflash.errors import unknown
     from cuflash.fixes import as_fix

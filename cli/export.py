@@ -13,6 +13,10 @@ def export(run: str, step: int | None, output: str) -> None:
     """Write the weights of RUN (a run folder, RUN@STEP or a checkpoint file) as GPT-2 safetensors.
 
     fp32, with the names of Hugging Face and its (in, out) weights. cuflash train --init reads them back.
+
+    \b
+    cuflash export runs/nano -o nano.safetensors
+    cuflash export runs/nano --step 800 -o nano-800.safetensors
     """
     from cuflash.model.sample import load_model
     from cuflash.model.weights import write

@@ -46,6 +46,12 @@ def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **optio
     """Draw a run or several, a dump, two dumps, or an audit.
 
     SOURCE is a run folder, a dump, the -o file of an audit, or what --json of a diff or a Monte Carlo wrote.
+
+    \b
+    cuflash plot runs/nano-bf16-off runs/nano-bf16-qiu-b7 -o curves.pdf
+    cuflash plot bf16.h5 --kind row --layer 1 --head 0 --query 40 -o row.png
+    cuflash plot bf16.h5 fp32.h5 --sites attn.s,attn.o,attn.dq -o errors.svg
+    cuflash plot errors.h5 -o audit.pdf
     """
     with user_errors():
         from cuflash.plot import SUFFIXES, save

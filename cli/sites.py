@@ -31,6 +31,12 @@ def sites(
     """The rounding sites, and what PRECISION (a name or a TOML file) does at each.
 
     With no PRECISION, fp32, bf16 and bf16-fa2 side by side.
+
+    \b
+    cuflash sites
+    cuflash sites bf16-fa2 --round attn.o=fp32 --round L1/H0,6-8/attn.p=bf16:sr
+    cuflash sites bf16 --diff bf16-fa2
+    cuflash sites bf16 --set delta_from=p_dp --toml > mine.toml
     """
     with user_errors():
         if precision is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cuflash.cli.main import user_errors
+from cuflash.cli.outputs import OUT_FOLDER
 
 if TYPE_CHECKING:
     from cuflash.deviation import Activations, Options, Row
@@ -59,7 +60,7 @@ def _list(option: str, text: str | None, kind: type) -> tuple[Any, ...] | None:
 @click.option("--layer", type=click.IntRange(min=0), help="Of that dump.  [default: the last]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
               help="Where attention runs. A GPU needs --accumulator auto, sequential or its own.")
-@click.option("-o", "--out", default="study-deviation", show_default=True, type=click.Path(file_okay=False),
+@click.option("-o", "--out", default="study-deviation", show_default=True, type=OUT_FOLDER,
               help="The study's folder.")
 def deviation(out: str, activations: str | None, layer: int | None, device: str, **options: Any) -> None:
     """How far flash attention is from plain attention of a format, and both from fp64 (figures 3 to 6).
@@ -67,6 +68,7 @@ def deviation(out: str, activations: str | None, layer: int | None, device: str,
     \b
     cuflash dump RUN --precision fp32 --sites attn.q,attn.k,attn.v -o activations.h5
     cuflash study deviation --activations activations.h5
+    cuflash study deviation --lengths 64,256,1024 --draws 4 -o quick
     """
     from cuflash.deviation import Options, read_activations
     from cuflash.deviation_report import claims, figures, sections
@@ -91,13 +93,17 @@ def deviation(out: str, activations: str | None, layer: int | None, device: str,
 @click.option("--seeds", nargs=2, type=int, default=(1, 2), show_default=True, help="Two initialisations.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="cpu", show_default=True,
               help="Where trainings run; the microbenchmark runs on the CPU.")
-@click.option("-o", "--out", default="study-stable", show_default=True, type=click.Path(file_okay=False),
+@click.option("-o", "--out", default="study-stable", show_default=True, type=OUT_FOLDER,
               help="The study's folder; trainings that are there already are taken, or go on.")
 def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, block_size: int, batch_size: int,
            steps: int, lr: float | None, device: str, **options: Any) -> None:
     """The microbenchmark, and trainings in pairs: flash and plain, two seeds, low precision and fp32 (figures 3 to 8).
 
     At its defaults it takes about ten minutes on a CPU and 300 MB for checkpoints.
+
+    \b
+    cuflash study stable
+    cuflash study stable --steps 100 --every 10 --draws 4 -o quick
     """
     from cuflash import deviation_report
     from cuflash.deviation import Options, read_activations

@@ -80,6 +80,21 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
 
     With no option: a small GPT on the language reference that Python carries, about a minute on two
     CPU cores, and a few lines of text from it at the end.
+
+    A line of the log: the step; the loss in nats a token, in brackets its z-score, how many standard
+    deviations it lies above the mean of the last 128 lines; the norm of the gradient before clipping;
+    the learning rate; time and tokens a second; ties, the share of attention's rows whose maximum two
+    or more keys have; val, the loss on the validation text. The first line says the accumulator, how dot
+    products add: library is BLAS, whose bits depend on the machine; the others are defined to the bit.
+
+    Ctrl-C writes a checkpoint and ends with exit code 130.
+
+    \b
+    cuflash train
+    cuflash train --precision bf16 --fix on --steps 400 --out runs/cured
+    cuflash train --precision bf16-fa2 --round attn.o=fp32 --round L1/attn.p=bf16:sr --watch attn
+    cuflash train --resume --out runs/cured --steps 800
+    cuflash train --model gpt2 --data train.bin --dry-run
     """
     from cuflash.model import session
 

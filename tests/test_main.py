@@ -1,5 +1,7 @@
 """The command group: quick, and plain about a word it does not know."""
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 
@@ -8,7 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from cuflash import __version__
-from cuflash.cli.main import COMMANDS, main, user_errors
+from cuflash.cli.main import COMMANDS, INTERRUPTED, main, user_errors
+
+
+def commands() -> list[tuple[str, click.Command]]:
+    """Every command with its words, those of groups too."""
+    found = [(name, main.get_command(None, name)) for name in COMMANDS]
+    return [(f"{name} {sub}" if sub else name, command) for name, c in found
+            for sub, command in (c.commands.items() if isinstance(c, click.Group) else [("", c)])]
 
 
 def test_help_lists_the_commands_and_imports_none_of_them():
@@ -34,6 +43,39 @@ def test_version_and_unknown_words():
     assert __version__ in CliRunner().invoke(main, ["--version"]).output
     result = CliRunner().invoke(main, ["trian"])
     assert result.exit_code == 2 and "unknown command 'trian': did you mean 'train'?" in result.output
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["audit", "nofile.npz"], "'nofile.npz' does not exist"), (["sample"], "Missing argument 'RUN'"),
+    (["train", "--steps", "x"], "'--steps': 'x' is not a valid integer"), (["info", "--chekc"], "'--check'"),
+    (["trian"], "did you mean 'train'?"), (["bench", "attention", "--against", "jax"], "'--against'"),
+])
+def test_every_mistake_is_one_line_and_exit_code_2(arguments, words):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and words in result.output
+    assert result.output.startswith("Error: ") and len(result.output.splitlines()) == 1
+
+
+def test_ctrl_c_is_quiet_and_130(monkeypatch):
+    def interrupt(*a):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cuflash.environment.info", interrupt)
+    result = CliRunner().invoke(main, ["info"])
+    assert result.exit_code == INTERRUPTED == 130 and not result.output.strip()
+
+
+def test_help_has_examples_that_parse():
+    """Each command shows two or more of itself, with options that it has."""
+    for name, command in commands():
+        text = CliRunner().invoke(main, [*name.split(), "-h"]).output
+        examples = [line.strip() for line in text.splitlines() if line.startswith(f"  cuflash {name}")]
+        assert len(examples) >= 2, name
+        assert max(map(len, text.splitlines())) <= 100, name
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        for line in examples:
+            used = {w for w in shlex.split(line, comments=True) if re.match(r"--?[a-z]", w)}
+            assert used <= known, (line, used - known)
 
 
 def test_a_users_mistake_is_a_message_a_programs_is_not():
