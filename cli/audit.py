@@ -16,6 +16,7 @@ from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
 from cuflash.cli.outputs import OUT_FILE
+from cuflash.errors import ranges
 from cuflash.fixes import Fix, as_fix
 from cuflash.monte_carlo import RESTS, TIES, table
 from cuflash.precision import Precision, as_precision
@@ -24,6 +25,7 @@ from cuflash.tensor_file import read_tensors
 from cuflash.whole_file import whole_file
 
 WIDTH = 100
+CONSTANT = 1e9  # a z beyond it: the errors are all the same, up to the rounding of their sums
 KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 
 
@@ -227,7 +229,7 @@ class _Bar:
 
 def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture) -> list[str]:
     shapes = ", ".join(f"{n} {tuple(a.shape)} {a.dtype}" for n, a in arrays.items())
-    chosen = [f"{name} {', '.join(map(str, n))}" for name, n, count in
+    chosen = [f"{name} {ranges(n)}" for name, n, count in
               (("heads", capture.heads, None), ("samples", capture.batch, None)) if n != tuple(range(len(n)))]
     lines = textwrap.wrap(f"{file}: {shapes}", WIDTH, subsequent_indent="  ")
     lines.append("; ".join(["causal" if capture.causal else "not causal", f"scale {capture.scale:g}", *chosen,
@@ -248,19 +250,33 @@ def report(a: Audit, where: str = "") -> list[str]:
 
 
 def _sites(a: Audit) -> Iterator[str]:
-    biased, rest = [s for s in a.sites if s.bias], [s for s in a.sites if not s.bias]
+    constant = [s for s in a.sites if s.bias and _is_constant(s)]
+    biased, rest = [s for s in a.sites if s.bias and s not in constant], [s for s in a.sites if not s.bias]
     if not biased:
         yield f"No rounding is biased: no mean error reaches {SIGNIFICANT:g} standard errors"
     if biased:
         yield (f"Biased roundings: mean error in ulp, signed and away from zero, {SIGNIFICANT:g} standard "
                "errors or more")
-        yield (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>7} {'z':>6}"
-               f"  {'over':>6} {'under':>6}")
+        yield _SITE_HEADER
         yield from (_site(s) for s in biased)
+    if constant:
+        yield "Constant errors: alike in all rows, as of one distinct value, which is no evidence of a bias"
+        if not biased:
+            yield _SITE_HEADER
+        yield from (_site(s) for s in constant)
     for label, names in (("not biased", [s.site for s in rest]), ("nothing lost", a.exact)):
         if names:
             yield from textwrap.wrap(f"{label}: {', '.join(n.removeprefix('attn.') for n in names)}", WIDTH,
                                      initial_indent="  ", subsequent_indent="    ")
+
+
+_SITE_HEADER = (f"  {'site':<15} {'to':<8} {'values':>11}  {'signed':>16} {'z':>6}  {'away':>7} {'z':>6}"
+                f"  {'over':>6} {'under':>6}")
+
+
+def _is_constant(s: SiteStatistics) -> bool:
+    """No spread, so that what is significant is so without bound."""
+    return all(abs(z) > CONSTANT for z in (s.z, s.away_z) if abs(z) >= SIGNIFICANT)
 
 
 def _site(s: SiteStatistics) -> str:
@@ -269,6 +285,8 @@ def _site(s: SiteStatistics) -> str:
 
 
 def _z(z: float) -> str:
+    if abs(z) > CONSTANT:
+        return " const"
     digits = ".1f" if abs(z) < 100 or not math.isfinite(z) else ".0f" if abs(z) < 1e5 else ".0e"
     return f"{z:>+6{digits}}"
 
@@ -346,6 +364,17 @@ def _cures(a: Audit) -> Iterator[str]:
             )
             yield from (line.replace("\x00", " ") for line in textwrap.wrap(
                 text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+    groups = [sites for c in helps if len(sites := _sites_of(c.change)) > 1 and set(sites) <= set(alone)]
+    if groups:
+        together = groups[0]
+        yield from textwrap.wrap(f"{', '.join(together)} help together and not alone: the sum is rounded again at the "
+                                 "next of these sites, which meets the same tie.", WIDTH, initial_indent="  ",
+                                 subsequent_indent="    ")
+
+
+def _sites_of(change: str) -> list[str]:
+    """Of `--round attn.pv=fp32 --round attn.o=fp32`; of another change none."""
+    return [word.removesuffix("=fp32") for word in change.split() if word.endswith("=fp32")]
 
 
 def _cure(c: Cure) -> Iterator[str]:

@@ -12,6 +12,7 @@ import click
 from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_FILE
 from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
+from cuflash.errors import ranges
 from cuflash.whole_file import whole_file
 
 SORTS = {
@@ -85,16 +86,12 @@ def _checkpoints(a: str, b: str, step: int | None) -> tuple[int, list[pathlib.Pa
     common = sorted(kept[0].keys() & kept[1].keys())
     if step is None and not common:
         raise ValueError(
-            f"{a} and {b} have no checkpoint of one step: {_listed(kept[0])} and {_listed(kept[1])}")
+            f"{a} and {b} have no checkpoint of one step: {ranges(kept[0])} and {ranges(kept[1])}")
     step = common[-1] if step is None else step
     for x, files in zip((a, b), kept):
         if step not in files:
-            raise ValueError(f"--step {step}: {x} has no such checkpoint; it has {_listed(files)}")
+            raise ValueError(f"--step {step}: {x} has no such checkpoint; it has {ranges(files)}")
     return step, [files[step] for files in kept]
-
-
-def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"
 
 
 # ---- the report ---------------------------------------------------------------------------------

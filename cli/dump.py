@@ -43,6 +43,7 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
     cuflash dump runs/nano-bf16-off --precision fp32 -o fp32.h5
     cuflash dump runs/nano-bf16-off --step 800 --sites attn.s,attn.p --layers 1 --rows 0-63 -o p.h5
     """
+    from cuflash.errors import ranges
     from cuflash.dump import Selection, read, recording
     from cuflash.model.passes import one_pass
     with user_errors():
@@ -55,8 +56,7 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
         for name, count in (("layers", m.n_layer), ("heads", m.n_head), ("rows", m.block_size)):
             outside = [n for n in chosen[name] or () if n >= count]
             if outside:
-                raise ValueError(
-                    f"--{name} {', '.join(map(str, outside))}: the model has {name} 0 to {count - 1}")
+                raise ValueError(f"--{name} {ranges(outside)}: the model has {name} 0 to {count - 1}")
         attributes = {"fix": str(p.model.fix), "data_sha256": p.data, "checkpoint": p.checkpoint}
         with recording(out, sites, **chosen, attributes=attributes):
             loss, _ = p.run()

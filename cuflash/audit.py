@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.attention import LAYOUTS, flash_attention, flash_attention_backward, flash_attention_forward
-from cuflash.errors import unknown
+from cuflash.errors import ranges, unknown
 from cuflash.fixes import Fix, as_fix
 from cuflash.philox import Key
 from cuflash.precision import SWITCHES, Precision, as_precision
@@ -78,6 +78,11 @@ class Capture:
         q, k, v = (arrays[n] for n in ("q", "k", "v"))
         if q.size == 0 or k.size == 0:
             raise ValueError(f"nothing to audit: q has shape {q.shape}, k {k.shape}")
+        # Here and not by the call below, which sees arrays without their T.
+        if k.shape != v.shape:
+            raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape} (batch, heads, T, head_dim)")
+        if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+            raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and head_dim (batch, heads, T, head_dim)")
         if "do" in arrays and arrays["do"].shape != q.shape:
             raise ValueError(f"do has shape {arrays['do'].shape}; it must be q's, {q.shape}")
         scale = float(np.float32(1 / math.sqrt(q.shape[-1]))) if scale is None else float(scale)
@@ -377,7 +382,7 @@ def _chosen(name: str, numbers: Sequence[int] | None, count: int) -> tuple[int, 
     outside = [n for n in numbers if not 0 <= n < count]
     if outside or not len(numbers):
         raise ValueError(
-            f"{name} {', '.join(map(str, outside or numbers)) or '(none)'}: valid: 0 to {count - 1}"
+            f"{name} {ranges(outside or numbers)}: valid: 0 to {count - 1}"
         )
     return tuple(dict.fromkeys(int(n) for n in numbers))
 

@@ -21,7 +21,7 @@ import numpy as np
 import cuflash
 from cuflash import hdf5
 from cuflash.dump_file import Dump, read
-from cuflash.errors import unknown
+from cuflash.errors import ranges, unknown
 from cuflash.precision import Precision, Rounding, Tile, merged_message
 from cuflash.site_table import MODULES, NO_LAYER, SITES
 from cuflash.sites import Rounder
@@ -341,8 +341,8 @@ class Recorder:
         for name, seen in self._seen.items():
             missing = [n for n in getattr(self, name) or () if n not in seen]
             if missing and seen:
-                raise ValueError(f"{name} {', '.join(map(str, missing))}: there is no such one; "
-                                 f"seen: {', '.join(map(str, sorted(seen)))}")
+                raise ValueError(f"{name} {ranges(missing)}: there is no such one; "
+                                 f"seen: {ranges(seen)}")
 
     def _describe(self) -> None:
         """The attributes of file and datasets."""

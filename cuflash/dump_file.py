@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import hdf5
-from cuflash.errors import unknown
+from cuflash.errors import ranges, unknown
 from cuflash.tiles import Shape
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Dump:
             if number is not None:
                 if number not in numbers:
                     raise ValueError(f"{axis} {number} is not in {e.name} of {self.path}; it has "
-                                     f"{', '.join(map(str, numbers)) or 'none'}")
+                                     f"{ranges(numbers)}")
                 at = numbers.index(number)
                 where[e.axes.index(axis)] = slice(at, at + 1)
                 drop.append(e.axes.index(axis))

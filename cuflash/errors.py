@@ -10,3 +10,15 @@ def unknown(kind: str, got: object, valid: Iterable[str]) -> ValueError:
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
     listed = ", ".join(valid) if len(valid) <= 40 else ", ".join(valid[:40]) + ", …"
     return ValueError(f"unknown {kind} {got!r}: {hint + ' ' if hint else ''}valid: {listed}")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 6, 7, 8] as `0, 6-8`; `none` for no number. Long lists are cut."""
+    found: list[list[int]] = []
+    for n in sorted({int(n) for n in numbers}):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in found[:20]]
+    return ", ".join(shown + ["…"] * (len(found) > 20)) or "none"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash.audit import Capture
+from cuflash.errors import ranges
 from cuflash.fixes import Fix, as_fix
 from cuflash.model.checkpoint import Header
 from cuflash.model.config import resolve
@@ -76,7 +77,7 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
     if samples is not None:
         outside = [s for s in samples if not 0 <= s < size]
         if outside:
-            raise ValueError(f"--batch {', '.join(map(str, outside))}: the batch has samples 0 to {size - 1}")
+            raise ValueError(f"--batch {ranges(outside)}: the batch has samples 0 to {size - 1}")
         size = max(samples) + 1
     loaded = load(data)
     loaded.check(header.model.vocab_size, header.model.block_size)

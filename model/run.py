@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cuflash.errors import ranges
 from cuflash.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Run:
         """The dump of a step: `run.dump(100).read("attn.p", layer=1)`."""
         from cuflash.dump import read
         if not self.dump_path(step).is_file():
-            raise ValueError(f"{self.path} has no dump of step {step}; it has {', '.join(map(str, self.dumps())) or 'none'}: "
+            raise ValueError(f"{self.path} has no dump of step {step}; it has {ranges(self.dumps())}: "
                              "cuflash train --dump-every writes them, cuflash dump one of any checkpoint")
         return read(self.dump_path(step))
 
@@ -178,7 +179,7 @@ def checkpoint_of(source: str | os.PathLike[str], argument: str = "RUN",
     if not found:
         raise ValueError(f"{named}: has no checkpoint yet")
     if step is not None and step not in found:
-        raise ValueError(f"{asked}: no such checkpoint in {path}; it has {', '.join(map(str, found))}")
+        raise ValueError(f"{asked}: no such checkpoint in {path}; it has {ranges(found)}")
     return found[max(found) if step is None else step]
 
 

@@ -210,6 +210,21 @@ def test_audit_options(tmp_path):
     assert "no do in the file, so left out: backward's sites, delta, the gradients" in text
 
 
+def test_errors_that_are_all_alike_are_called_constant(tmp_path):
+    q, k, do = np.random.default_rng(3).standard_normal((3, 1, 2, 64, 16), dtype=np.float32)
+    np.savez(tmp_path / "a.npz", q=q, k=k, v=np.full_like(k, 1.3), do=do)
+    lines = run("audit", str(tmp_path / "a.npz"), "--no-cures", "--precision", "bf16").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("Constant errors: alike in all rows"))
+    (row,) = (i for i, line in enumerate(lines) if line.split()[:1] == ["attn.v"])
+    assert row > start and lines[row].split().count("const") == 2
+    assert not [line for line in lines if "inf" in line]
+
+
+def test_audit_says_why_sites_help_together_only(paper_file):
+    text = " ".join(run("audit", paper_file, "--precision", "bf16").split())
+    assert "attn.pv, attn.o_scaled, attn.o_acc, attn.o help together and not alone: the sum is rounded again" in text
+
+
 def test_audit_mistakes(tmp_path, paper_file):
     given = arrays()
     path = str(safetensors(tmp_path / "a", given))

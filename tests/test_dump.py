@@ -150,7 +150,7 @@ def test_narrowed(tmp_path):
 
 
 @pytest.mark.parametrize("narrow, message", [
-    ({"heads": [4]}, "heads 4: there is no such one; seen: 0, 1, 2, 3"),
+    ({"heads": [4]}, "heads 4: there is no such one; seen: 0-3"),
     ({"batch": [1, 2]}, "batch 2: there is no such one; seen: 0, 1"),
     ({"layers": [1]}, "layers 1: there is no such one; seen: 0"),
     ({"sites": "linear.y"}, "nothing was recorded for .*x.h5: no value of the chosen sites"),
