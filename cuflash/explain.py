@@ -12,6 +12,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -24,42 +25,78 @@ from cuflash.precision import mode_named
 from cuflash.tensor_core import TENSOR_CORES
 
 _FP32 = format_named("fp32")
+_DEFINED = tuple(a for a in ACCUMULATORS if a != "library")
 _DIGITS = 62  # binary digits drawn behind the point at most
 
 
-def explain(text: str = "", *, format: str = "bf16", mode: str = "rne", accumulator: str = "hopper",
+def explain(text: str = "", *, format: str = "bf16", mode: str = "rne", accumulator: str | None = None,
             seed: int = 0) -> str:
     """The arithmetic of `text`, at most 100 columns wide.
 
     Args:
-        text: `X`, one rounding; `A + B …`, fp32 sums from left to right, then a rounding;
+        text: `X`, one rounding; `A + B - C …`, fp32 sums from left to right, then a rounding;
             `A*B C*D … [START]`, a dot product of operands in `format`; nothing, the paper's example.
             Numbers are decimal, `inf`, `nan`, or bits: `0xC097` of the format, `0xC01A0E2E` of fp32.
-        format, mode: of the rounding.
-        accumulator: of a dot product: hopper, ampere, sequential, exact.
+        format, mode: of the rounding; a dot product has no mode, the example is in bf16.
+        accumulator: of a dot product and of nothing else: hopper (the default), ampere, sequential, exact.
         seed: of mode sr.
 
     Raises:
-        ValueError: the text cannot be read, or a name is unknown.
+        ValueError: the text cannot be read, a name is unknown, or an argument has nothing to act on.
     """
     f, m = format_named(format), mode_named(mode)
-    if accumulator not in ACCUMULATORS:
-        raise unknown("accumulator", accumulator, ACCUMULATORS)
-    if not text.strip():
+    if accumulator == "library":
+        raise ValueError(f"accumulator 'library' is BLAS and not defined to the bit; valid: {', '.join(_DEFINED)}")
+    if accumulator not in (None, *_DEFINED):
+        raise unknown("accumulator", accumulator, _DEFINED)
+    terms = _terms(text)
+    product = any(len(factors) > 1 for _, factors in terms)
+    if accumulator is not None and not product:
+        raise ValueError(f"accumulator {accumulator!r} is for products, A*B C*D; there is none here")
+    if not terms:
+        if f.name != "bf16":
+            raise ValueError(f"format {format!r}: the paper's example is in bf16; give a number for another format")
         return _example(m, seed)
-    terms = re.sub(r"\s*[*×]\s*", "*", text).split()
-    factors = [t.split("*") for t in terms if t != "+"]
-    if any(len(t) > 1 for t in factors):
-        return _dot(factors, f, accumulator)
-    if len(factors) == 1 and len(terms) == 1:
-        x = _number(terms[0], f)
+    if product:
+        if m.name != "rne":
+            raise ValueError(f"mode {mode!r} is for one rounding, X, or a sum, A + B; a dot product has an accumulator")
+        return _dot(terms, f, accumulator or "hopper")
+    numbers = [_signed(operator, factors[0], f) for operator, factors in terms]
+    if len(numbers) == 1:
+        x = numbers[0]
         return "\n".join([f"{_decimal(x)} to {_name(f)}, mode {m.name}", "", *_rounding(x, f, m, seed)])
-    if terms[1::2] != ["+"] * (len(terms) // 2) or len(terms) % 2 == 0:
-        raise ValueError(f"{text!r} cannot be read: write X, A + B, or A*B C*D")
-    return "\n".join(_sum([_number(t, f) for t in terms[::2]], f, m, seed))
+    if not all(operator for operator, _ in terms[1:]):
+        raise ValueError(f"{text!r} cannot be read: write X, A + B, A - B, or A*B C*D")
+    return "\n".join(_sum(numbers, f, m, seed))
 
 
 # ---- numbers ------------------------------------------------------------------------------------
+
+def _terms(text: str) -> list[tuple[str, list[str]]]:
+    """The terms as (`+`, `-` or nothing before it, factors)."""
+    found: list[tuple[str, list[str]]] = []
+    operator = ""
+    for word in re.sub(r"\s*[*×]\s*", "*", text.strip()).split():
+        if word in ("+", "-", "−"):
+            if operator or not found:
+                raise ValueError(f"{text!r} cannot be read: {word} stands between two numbers")
+            operator = "+" if word == "+" else "-"
+            continue
+        factors = word.split("*")
+        if "" in factors:
+            raise ValueError(f"{text!r} cannot be read: * stands between two numbers, as in 1.5*2.25")
+        found.append((operator, factors))
+        operator = ""
+    if operator:
+        raise ValueError(f"{text!r} cannot be read: {operator} stands between two numbers")
+    return found
+
+
+def _signed(operator: str, text: str, format: Format) -> float:
+    x = _number(text, format)
+    return -x if operator == "-" else x
+
+
 
 def _number(text: str, format: Format) -> float:
     if text[:2].lower() == "0x" and "." not in text:
@@ -75,11 +112,14 @@ def _number(text: str, format: Format) -> float:
                              f"({format.bits} bits){also}")
         return from_pattern(bits, f)
     try:
-        return float(text)
+        x = float(text)
     except ValueError:
         raise ValueError(
             f"{text!r} is no number: write a decimal, inf, nan, or a bit pattern like 0xC097"
         ) from None
+    if math.isinf(x) and "inf" not in text.lower() or x == 0 and not Decimal(text).is_zero():
+        raise ValueError(f"{text!r} is beyond fp64, in which numbers are read: 5e-324 to 1.8e308, 0 or inf")
+    return x
 
 
 def pattern(x: float, format: Format) -> int:
@@ -191,9 +231,17 @@ def _rounding(x: float, f: Format, mode: Mode, seed: int) -> list[str]:
     lines += ["", _header(f), _fields("result", y, f)]
     if math.isfinite(y) and rest:
         error = Fraction(y) - Fraction(x)
-        lines.append(f"  error  {_decimal(float(error))} = {float(error / unit):+.4f} ulp, "
+        lines.append(f"  error  {_error(error, x)} = {float(error / unit):+.4f} ulp, "
                      f"1 ulp = 2^{exponent - f.mantissa_bits} = {float(unit)!r}")
     return lines
+
+
+def _error(error: Fraction, x: float) -> str:
+    """An error of x in the fewest digits that are right: of an x that fp32 does not hold, and so was given as
+    a decimal, no more is known than that it is within half an ulp of fp64."""
+    sure = Fraction(math.ulp(x)) / 2 if _to_fp32(x) != x else Fraction(0)
+    texts = (f"{float(error):.{digits}g}" for digits in range(1, 17))
+    return next((t for t in texts if abs(Fraction(t) - error) <= sure), _decimal(float(error)))
 
 
 def _brace(label: str, width: int) -> str:
@@ -296,21 +344,18 @@ def _example(mode: Mode, seed: int) -> str:
 
 # ---- dot products -------------------------------------------------------------------------------
 
-def _dot(factors: list[list[str]], f: Format, accumulator: str) -> str:
+def _dot(terms: list[tuple[str, list[str]]], f: Format, accumulator: str) -> str:
     """A dot product under an accumulator."""
-    starts = [t for t in factors if len(t) == 1]
-    if any(len(t) > 2 for t in factors) or len(starts) > 1:
+    starts = [(operator, t[0]) for operator, t in terms if len(t) == 1]
+    if any(len(t) > 2 for _, t in terms) or len(starts) > 1:
         raise ValueError("a dot product is written A*B C*D …, with at most one number alone, its start value")
-    if accumulator == "library":
-        raise ValueError("accumulator 'library' is BLAS and not defined to the bit; "
-                         "valid: hopper, ampere, sequential, exact")
     common = common_format(f, f)
     if accumulator in TENSOR_CORES and common is None:
         raise ValueError(f"accumulator {accumulator!r} cannot take {f.name} operands; "
                          "valid with it: sequential, exact")
-    given = [[_number(n, f) for n in t] for t in factors if len(t) == 2]
+    given = [[_signed(operator, t[0], f), _number(t[1], f)] for operator, t in terms if len(t) == 2]
     pairs = [[_round(n, f, mode_named("rne"), 0) for n in t] for t in given]
-    start = _to_fp32(_number(starts[0][0], _FP32)) if starts else 0.0
+    start = _to_fp32(_signed(*starts[0], _FP32)) if starts else 0.0
     notes = [f"  {_decimal(n)} is no {f.name} number: read as {_decimal(r)}"
              for t, s in zip(given, pairs) for n, r in zip(t, s) if n != r and not math.isnan(n)]
     a, b = (np.array([t[i] for t in pairs], np.float32) for i in (0, 1))
@@ -320,7 +365,7 @@ def _dot(factors: list[list[str]], f: Format, accumulator: str) -> str:
         return float(dot(a[None], b[:, None], c.reshape(1, 1), accumulator=name, format=f)[0, 0])
 
     finite = all(map(math.isfinite, [*a.tolist(), *b.tolist(), start]))
-    title = f"Dot product of {len(pairs)} pairs in {f.name}, accumulator {accumulator}"
+    title = f"Dot product of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} in {f.name}, accumulator {accumulator}"
     lines = [title, *notes, ""]
     if not finite:
         lines.append("  a term is Inf or NaN")

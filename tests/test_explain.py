@@ -147,3 +147,36 @@ def test_sequential_and_exact_dot_products():
 def test_mistakes(text, options, message):
     with pytest.raises(ValueError, match=message):
         explain(text, **options)
+
+
+def test_minus_is_plus_the_negative():
+    assert explain("1 - 2.5") == explain("1 + -2.5") and result(explain("3 - 0xC010 − 1")) == 3 + 2.25 - 1
+    assert explain("2*3 - 1.5*2 - 1") == explain("2*3 -1.5*2 -1") and result(explain("2*3 - 1.5*2 - 1")) == 2
+    assert explain("1*2").startswith("Dot product of 1 pair in bf16")
+
+
+@pytest.mark.parametrize("text, options, message", [
+    ("*", {}, r"\* stands between two numbers"), ("1.5*", {}, r"\* stands between two numbers"),
+    ("1 -", {}, "- stands between two numbers"), ("1 + - 2", {}, "- stands between two numbers"),
+    ("1e400", {}, "'1e400' is beyond fp64"), ("-1e-400", {}, "'-1e-400' is beyond fp64"),
+    ("1.5*1e400", {}, "'1e400' is beyond fp64"),
+    ("1.5", {"accumulator": "library"}, "not defined to the bit; valid: sequential, hopper, ampere, exact"),
+    ("1.5", {"accumulator": "hoper"}, "unknown accumulator 'hoper': did you mean 'hopper'"),
+    ("1.5", {"accumulator": "hopper"}, r"'hopper' is for products, A\*B C\*D; there is none here"),
+    ("", {"accumulator": "exact"}, "'exact' is for products"),
+    ("", {"format": "fp16"}, "the paper's example is in bf16"),
+    ("1*2", {"mode": "rz"}, "mode 'rz' is for one rounding"),
+])
+def test_nothing_is_ignored_or_read_as_something_else(text, options, message):
+    with pytest.raises(ValueError, match=message):
+        explain(text, **options)
+    assert "inf" in explain("inf") and "0x0000" in explain("0e-999")
+
+
+def test_errors_have_the_fewest_digits_that_are_right():
+    assert "error  -0.000125 =" in explain("1.000125")
+    assert "error  -0.00390625 =" in explain("1.00390625")  # exact in fp32, so the error is exact, too
+    rng = np.random.default_rng(8)
+    for x in rng.uniform(-4, 4, 50):
+        error = float(re.search(r"error  (\S+) =", explain(repr(float(x))))[1])
+        assert abs(error - (float(x.astype(ml_dtypes.bfloat16)) - x)) <= np.spacing(abs(x)) / 2
