@@ -344,17 +344,23 @@ def _parts(call: _Call, direction: str, watch: Watch | None) -> Iterator[tuple[R
     """Blocks of (sample, head) pairs that round alike: a Rounder, their index into (batch, heads), that of k and v."""
     b, hq, tq, _ = call.q.shape
     layer, p = call.key.layer, call.precision
-    alike: dict[tuple, list[int]] = {}
-    for head in range(hq):
-        tables = (tuple(p.sites_for(d, layer, "", head).items()) for d in ("fwd", "bwd"))
-        alike.setdefault(tuple(tables), []).append(head)
     per_block = max(1, attention_forward.BLOCK // max(1, min(tq, 1024) * min(call.shape.tk, 1024)))
-    for heads in alike.values():
+    for heads in _alike(p, layer, tuple(range(hq))):
         pairs = np.array([(s, h) for s in range(b) for h in heads], int).reshape(-1, 2)
         for i in range(0, len(pairs), per_block):
             samples, hs = pairs[i:i + per_block].T
             rnd = Rounder(p, direction, layer, key=call.key, watch=watch, heads=hs, samples=call.key.sample + samples)
             yield rnd, (samples, hs), (samples, hs // call.group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _alike(precision: Precision, layer: int, heads: tuple[int, ...]) -> list[list[int]]:
+    """Heads that round alike, forward and backward."""
+    alike: dict[tuple, list[int]] = {}
+    for head in heads:
+        tables = (tuple(precision.sites_for(d, layer, "", head).items()) for d in ("fwd", "bwd"))
+        alike.setdefault(tuple(tables), []).append(head)
+    return list(alike.values())
 
 
 def _operands(call: _Call, g: Index, kv: Index, real: type) -> tuple[np.ndarray, ...]:
@@ -388,10 +394,12 @@ def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -
     with np.errstate(invalid="ignore", over="ignore"):
         for i in range(1, call.group):
             total += heads[:, i::call.group]
-    for j in range(total.shape[1]):
-        rnd = Rounder(call.precision, "bwd", call.key.layer, key=call.key, watch=watch, heads=[j * call.group] * b,
-                      samples=call.key.sample + np.arange(b))
-        total[:, j] = rnd(site, total[:, j])
+    for first in _alike(call.precision, call.key.layer, tuple(range(0, hq, call.group))):
+        chosen = slice(None) if len(first) == total.shape[1] else np.array(first) // call.group
+        part = total[:, chosen]
+        rnd = Rounder(call.precision, "bwd", call.key.layer, key=call.key, watch=watch, heads=np.tile(first, b),
+                      samples=call.key.sample + np.repeat(np.arange(b), len(first)))
+        total[:, chosen] = rnd(site, part.reshape(b * len(first), tk, d)).reshape(part.shape)
     return total
 
 

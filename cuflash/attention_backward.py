@@ -17,12 +17,12 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, delta_sum, join_columns
-from cuflash.attention_forward import base2_scale, exponent, scores
+from cuflash.attention_forward import base2_scale, exponent, masked, scores
 from cuflash.fixes import Fix
 from cuflash.kernel_header import (PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header,
                                    product_operand)
 from cuflash.philox import Key
-from cuflash.precision import Precision, Rounding, Tile, mode_named
+from cuflash.precision import Precision, Rounding, Tile
 from cuflash.sites import Rounder
 from cuflash.tiles import Shape
 
@@ -92,7 +92,7 @@ def _probabilities(s: np.ndarray, lse: np.ndarray, m: np.ndarray | None, l: np.n
         x = s * base2_scale(scale, rnd) - (lse * math.log2e)[..., None]
     else:
         x = s - lse[..., None]
-    x = rnd("attn.x_bwd", x if shown is None else np.where(shown, x, rnd.dtype(-np.inf)))
+    x = rnd("attn.x_bwd", masked(x, shown, -np.inf))
     p = math.exp2(x) if fa2 else math.exp(x, "attn.x_bwd")
     return _mask(p * (1 / l)[..., None], shown) if m_l else p  # 1/l of an empty row is Inf
 
@@ -106,7 +106,7 @@ def _shown(visible: np.ndarray | None, lse: np.ndarray) -> np.ndarray | None:
 
 
 def _mask(x: np.ndarray, shown: np.ndarray | None) -> np.ndarray:
-    return x if shown is None else np.where(shown, x, x.dtype.type(0))
+    return masked(x, shown, 0)
 
 
 def _delta_from_p(products: np.ndarray, shape: Shape, tile: Tile, r0: int, fa2: bool) -> np.ndarray:
@@ -365,7 +365,7 @@ class _Launch:
         as_it_lies = (_TYPES[x.dtype.name] == how.operand and rounding.format == format
                       and (not how.geometries or self.d % 8 == 0 and _multiples(x, 16)))
         # Random words belong to a query head.
-        per_head = not as_it_lies and kv and self.group > 1 and mode_named(rounding.mode).needs_key
+        per_head = not as_it_lies and kv and self.group > 1 and rounding.rule.needs_key
         if kv:
             self.scalars[f"{name}_per_head"] = per_head
         if as_it_lies:

@@ -20,6 +20,7 @@ from cuflash.errors import unknown
 from cuflash.philox import Key, random_words
 
 _BLOCK = 1 << 14  # elements at once: the temporaries of a block stay in cache
+_WHOLE = 1 << 17  # elements at once of what has one temporary
 
 
 # ---- formats ------------------------------------------------------------------------------------
@@ -251,12 +252,48 @@ def round_to(x: ArrayLike, format: str | Format, mode: str | Mode = "rne", key: 
 
 def round_with(x: NDArray, format: Format, mode: Mode, word: NDArray[np.uint32] | None = None) -> NDArray:
     """`round_to` with the random words already drawn (x's shape); unvalidated, for the sites."""
+    return rounder(format, mode, x.dtype)(x, word)
+
+
+@cache
+def rounder(format: Format, mode: Mode, dtype: np.dtype) -> Callable[..., NDArray]:
+    """`round_with` of one format, mode and dtype: a function of x and word."""
+    block = _rounder(format, mode, dtype)
+    if format.name == "bf16" and mode == MODES["rne"] and dtype == np.float32:
+        def to_bf16(x: NDArray, word: None = None) -> NDArray:
+            whole = x.ndim and 0 < x.size <= _WHOLE and x.flags.c_contiguous
+            if whole and not np.isnan(np.maximum.reduce(x, axis=None)):
+                return _upper_half(x)
+            return _by_blocks(x, block, word)
+        return to_bf16
+    return lambda x, word=None: _by_blocks(x, block, word)
+
+
+def in_bf16(x: NDArray[np.float32]) -> bool:
+    """Whether all of a contiguous x is in bf16; a look at some of it tells most others at once."""
+    if not x.flags.c_contiguous:
+        return False  # not looked into
+    bits, low = x.reshape(-1).view(np.uint32), 0xFFFF
+    return not (np.bitwise_or.reduce(bits[::1 + bits.size // 32]) & low or np.bitwise_or.reduce(bits) & low)
+
+
+def _upper_half(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """x, free of NaN, to bf16 by rne: faster than two casts."""
+    bits = x.view(np.uint32)
+    y = bits >> np.uint32(16)
+    y &= np.uint32(1)
+    y += np.uint32(0x7FFF)
+    y += bits
+    y &= np.uint32(0xFFFF0000)
+    return y.view(np.float32)
+
+
+def _by_blocks(x: NDArray, rounder: Callable[..., NDArray], word: NDArray[np.uint32] | None) -> NDArray:
     out = np.empty(x.shape, x.dtype)
     if not x.flags.c_contiguous:
         out[...] = x
         x = out
     x, flat, words = x.reshape(-1), out.reshape(-1), None if word is None else word.reshape(-1)
-    rounder = _rounder(format, mode, x.dtype)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # overflow and NaN are results here
         for i in range(0, flat.size, _BLOCK):
             some = slice(i, i + _BLOCK)

@@ -54,7 +54,7 @@ def _apply(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, x_format
     if x_format not in STORAGE or x.dtype == np.float64:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # x·x may overflow: φ is 0 there
             return function(x)
-    return _table(function, x_format)[x.astype(STORAGE[x_format]).view(np.uint16)]
+    return np.take(_table(function, x_format), x.astype(STORAGE[x_format]).view(np.uint16), mode="wrap")
 
 
 @functools.cache

@@ -1,19 +1,38 @@
 """The global gradient norm and clipping by it (Pascanu et al. 2013)."""
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from cuflash import launch
-from cuflash.reduce import block_sums, block_sums_cuda, row_sum, row_threads
+from cuflash.reduce import BLOCK, block_sums, block_sums_cuda, row_sum, row_threads
+
+AT_ONCE = 1 << 20  # elements whose squares are summed together
 
 
 def grad_norm(gradients: Iterable[np.ndarray]) -> float:
     """√Σg² over all arrays: the `block_sums` of each array's squares, one after the other, by `row_sum`."""
-    sums = [block_sums(g * g) for g in gradients]
+    sums, some = [], []
+    for g in gradients:
+        some.append(g)
+        if sum(g.size for g in some) > AT_ONCE:
+            sums.append(_block_sums_of_squares(some))
+            some = []
+    if some:
+        sums.append(_block_sums_of_squares(some))
     if not sums:
         raise ValueError("gradients: needs at least one array")
     return float(np.sqrt(row_sum(np.concatenate(sums))))
+
+
+def _block_sums_of_squares(arrays: list[np.ndarray]) -> np.ndarray:
+    """The `block_sums` of each array's squares, one after the other."""
+    begins = list(itertools.accumulate((-(-g.size // BLOCK) * BLOCK for g in arrays), initial=0))
+    squares = np.zeros(begins[-1], arrays[0].dtype)
+    for g, begin in zip(arrays, begins):
+        np.multiply(g, g, out=squares[begin:begin + g.size].reshape(g.shape))
+    return block_sums(squares)
 
 
 def clip_factor(norm: float, grad_clip: float) -> float:

@@ -36,13 +36,19 @@ def row_sum(x: np.ndarray) -> np.ndarray:
     (s0 + s1) + (s2 + s3); the threads of a warp then join (i, i+16), (i, i+8), …, (i, i+1), and the
     warps likewise, half against half.
     """
-    threads = row_threads(x.shape[-1])
+    n = x.shape[-1]
+    threads = row_threads(n)
+    if n <= FOUR * WARP // 2:  # threads without an element have +0, which changes no bits: fewer do as well
+        threads = max(1, 1 << (-(-n // FOUR) - 1).bit_length())
     width = FOUR * threads
     y = _padded(x, width, axis=-1)
-    sums = np.ascontiguousarray(_ascending(y.reshape(-1, y.shape[-1] // width, width)).T)
+    y = y.reshape(-1, y.shape[-1] // width, width)
+    sums = np.ascontiguousarray(y[:, 0].T) + 0 if y.shape[1] == 1 else np.ascontiguousarray(_ascending(y).T)
     s0, s1, s2, s3 = sums.reshape(threads, FOUR, -1).swapaxes(0, 1)
-    warps = ((s0 + s1) + (s2 + s3)).reshape(threads // WARP, WARP, -1).swapaxes(0, 1)
-    return _joined(_joined(warps)).reshape(x.shape[:-1])
+    fours = (s0 + s1) + (s2 + s3)
+    if threads > WARP:
+        fours = _joined(fours.reshape(threads // WARP, WARP, -1).swapaxes(0, 1))
+    return _joined(fours).reshape(x.shape[:-1])
 
 
 def column_sum(x: np.ndarray) -> np.ndarray:
@@ -87,9 +93,11 @@ def _padded(x: np.ndarray, multiple: int, axis: int) -> np.ndarray:
     short = multiple - x.shape[axis] if x.shape[axis] < multiple else -x.shape[axis] % multiple
     if not short:
         return x
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, short)
-    return np.pad(x, pad)
+    shape = list(x.shape)
+    shape[axis] += short
+    padded = np.zeros(shape, x.dtype)
+    padded[(slice(None),) * (axis % x.ndim) + (slice(x.shape[axis]),)] = x
+    return padded
 
 
 # ---- CUDA ---------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 A Rounder knows a precision and a place in the network, so it knows what the site does there; it
 sees x and round(x), so it can also show both to a watcher (statistics, dumps).
 """
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from cuflash import launch
-from cuflash.formats import format_named, round_with, storage_dtype
+from cuflash.formats import Format, Mode, format_named, in_bf16, round_with, rounder, storage_dtype
 from cuflash.philox import Key, random_words
-from cuflash.precision import Precision, Rounding, mode_named
+from cuflash.precision import Precision, Rounding
 from cuflash.site_table import SITE_ID, SITES
 
 # watch(rounder, site, x, rounded): called after each rounding.
@@ -31,8 +32,8 @@ class Rounder:
         self.precision, self.direction, self.layer, self.module = precision, direction, layer, module
         self.key, self.watch, self.heads, self.samples = key, watch, heads, samples
         self.dtype = np.float64 if precision.is_fp64 else np.float32
-        self._table = precision.sites_for(direction, layer, module, int(heads[0]) if len(heads) else 0)
-        self._rounding = {r: (format_named(r.format), mode_named(r.mode)) for r in set(self._table.values())}
+        self._table, self._rounding = _place(precision, direction, layer, module,
+                                             int(heads[0]) if len(heads) else 0)
         self.at()
 
     def at(self, q: int = 0, k: int = 0, tile: int = 0, visible: np.ndarray | None = None) -> None:
@@ -62,9 +63,14 @@ class Rounder:
         if self.dtype is np.float64 or (rounding.format == "fp32" and x.dtype == np.float32):
             y = x.astype(self.dtype, copy=False)
         else:
-            format, mode = self._rounding[rounding]
-            word = self._words(site, x.shape) if mode.needs_key else None
-            y = round_with(x, format, mode, word).astype(np.float32, copy=False)
+            format, mode, of_fp32 = self._rounding[site]
+            if x.dtype != np.float32:
+                word = self._words(site, x.shape) if mode.needs_key else None
+                y = round_with(x, format, mode, word).astype(np.float32, copy=False)
+            elif format.name == "bf16" and in_bf16(x):  # as where an operation takes the result of another one
+                y = x
+            else:
+                y = of_fp32(x, self._words(site, x.shape) if mode.needs_key else None)
         if self.watch is not None:
             self.watch(self, site, x, y)
         return y
@@ -86,6 +92,18 @@ class Rounder:
                              samples=np.asarray(self.samples),
                              tile=0 if axes == "qk" else self.tile, rows=rows, cols=cols)
         return words.reshape(words.shape[0], *shape[1:]) if len(axes) == 2 else words[..., :1].reshape(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(precision: Precision, direction: str, layer: int, module: str,
+           head: int) -> tuple[dict[str, Rounding], dict[str, tuple[Format, Mode, Callable[..., Any]]]]:
+    """What the sites of a place do; and their formats, modes, functions that round fp32."""
+    table = precision.sites_for(direction, layer, module, head)
+    found = {}
+    for rounding in dict.fromkeys(table.values()):
+        format, mode = format_named(rounding.format), rounding.rule
+        found[rounding] = format, mode, rounder(format, mode, np.dtype(np.float32))
+    return table, {site: found[rounding] for site, rounding in table.items()}
 
 
 # ---- CUDA ---------------------------------------------------------------------------------------
