@@ -7,30 +7,35 @@ Supported: causal masks (bottom-right aligned), grouped and multi-query heads, T
 to 256. Not supported: dropout, bias, ALiBi, windows, softcap, variable-length batches, paged KV.
 """
 import functools
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuflash import attention_backward, attention_forward
-from cuflash.errors import unknown
+from cuflash.attention_arguments import (
+    GPU_INPUTS,
+    Call,
+    check_array,
+    check_inputs,
+    check_out,
+    default_precision,
+    heads_first,
+    on_gpu,
+    row_shape,
+    validated,
+)
 from cuflash.fixes import Fix, as_fix
 from cuflash.formats import storage_dtype
 from cuflash.philox import Key
-from cuflash.precision import Precision, as_precision, mode_named
+from cuflash.precision import Precision, as_precision
 from cuflash.site_table import SITES
 from cuflash.sites import Rounder, Watch
-from cuflash.tiles import Shape
 from cuflash.watching import watched
 
-LAYOUTS = ("bhtd", "bthd")
 STATS = ("ties", "changed", "capped")  # what saved.stats counts, in rows
-DEFAULTS = {"float32": "fp32", "bfloat16": "bf16-fa2", "float16": "fp16-fa2", "float64": "fp64"}
-INPUTS = (*DEFAULTS, "float8_e4m3fn", "float8_e5m2")
-GPU_INPUTS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +71,14 @@ class Saved:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", as_precision(self.precision))
         object.__setattr__(self, "fix", as_fix(self.fix))
-        _check_array("o", self.o, self.q.shape, self.q)
-        rows = _row_shape(self.q, self.layout)
+        check_inputs(self.q, self.k, self.v, self.layout)
+        check_array("o", self.o, self.q.shape, self.q)
+        rows = row_shape(self.q, self.layout)
         for name in ("lse", "m", "l"):
             if name == "lse" or getattr(self, name) is not None:
-                _check_array(name, getattr(self, name), rows, self.q)
+                check_array(name, getattr(self, name), rows, self.q)
         if self.o_unrounded is not None:
-            _check_array("o_unrounded", self.o_unrounded, self.q.shape, self.q)
+            check_array("o_unrounded", self.o_unrounded, self.q.shape, self.q)
 
 
 def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
@@ -131,18 +137,22 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
 
     Source: arXiv 2307.08691, algorithm 2; numerics.md section 7.
     """
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved must be a cuflash.attention.Saved, not {type(saved).__name__}")
     p = saved.precision if precision is None else as_precision(precision)
-    call = _call(saved.q, saved.k, saved.v, saved.causal, saved.scale, p, saved.fix, saved.layout, saved.key)
-    _check_array("do", do, saved.q.shape, saved.q)
+    call = validated(saved.q, saved.k, saved.v, saved.causal, saved.scale, p, saved.fix, saved.layout, saved.key)
+    check_array("do", do, saved.q.shape, saved.q)
     needed = {"m_l": ("m", "l")}.get(p.p_bwd_from, ()) + {"o_unrounded": ("o_unrounded",)}.get(p.delta_from, ())
     for name in needed:
         if getattr(saved, name) is None:
             raise ValueError(f"saved.{name} is missing: p_bwd_from={p.p_bwd_from}, delta_from={p.delta_from} need it; "
                              f"run the forward under this precision, or pass {name}= to Saved")
     watch = watched(watch)
+    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 3 or len({*map(id, out)}) != 3):
+        raise ValueError("out must be three different arrays: for dq, dk and dv")
     for x, like, site in zip(out or (), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv")):
-        _check_out(x, like, _result_dtype(call, "bwd", site))
-    if _on_gpu(saved.q):
+        check_out(x, like, _result_dtype(call, "bwd", site))
+    if on_gpu(saved.q):
         return _backward_cuda(call, do, saved, out, watch)
     return _backward_numpy(call, do, saved, out, watch)
 
@@ -151,140 +161,11 @@ def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
                     precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
                     out: Any = None, key: Key | None = None, watch: Watch | None = None) -> Any:
     """`flash_attention` with algorithm = plain: softmax materialised, under the same sites."""
-    p = _default_precision(q) if precision is None else as_precision(precision)
+    p = default_precision(q) if precision is None else as_precision(precision)
     return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch, counts=False)[0]
 
 
-# ---- arguments ----------------------------------------------------------------------------------
-
 Index = tuple[np.ndarray, np.ndarray]  # samples, heads
-
-
-class _Call(NamedTuple):
-    """A validated call; q, k, v are views (batch, heads, T, D)."""
-
-    q: Any
-    k: Any
-    v: Any
-    shape: Shape
-    scale: float
-    precision: Precision
-    fix: Fix
-    layout: str
-    key: Key
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[1] // max(self.k.shape[1], 1)
-
-
-def _call(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision, fix: Fix | str,
-          layout: str, key: Key | None) -> _Call:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not (isinstance(x, np.ndarray) or _on_gpu(x)):
-            raise TypeError(f"{name} must be a NumPy or CuPy array, not {type(x).__name__}; "
-                            "torch and JAX arrays come in through cupy.from_dlpack")
-        _check_kind(name, x, q)
-        if x.dtype != q.dtype:
-            raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
-    if layout not in LAYOUTS:
-        raise unknown("layout", layout, LAYOUTS)
-    lead, (hq, tq, d) = _axes("q", q, layout)
-    k_lead, (hk, tk, dk) = _axes("k", k, layout)
-    if k.shape != v.shape:
-        raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape}")
-    if k_lead != lead or dk != d or k.ndim != q.ndim:
-        raise ValueError(f"q {q.shape} and k {k.shape} must agree in every axis but heads and sequence "
-                         f"(layout {layout})")
-    if not 1 <= d <= 256:
-        raise ValueError(f"head_dim is {d}; valid: 1 to 256")
-    if hq and (not hk or hq % hk):
-        raise ValueError(f"{hq} query heads cannot share {hk} key/value heads: the second must divide the first")
-    if scale is None:
-        scale = 1 / math.sqrt(d) if precision.is_fp64 else float(np.float32(1 / math.sqrt(d)))
-    if not math.isfinite(scale) or precision.order == "fa2" and scale <= 0:
-        above = ", above 0 under order=fa2" if precision.order == "fa2" else ""
-        raise ValueError(f"scale is {scale}; valid: a finite number{above}")
-    if key is not None and not isinstance(key, Key):
-        raise TypeError(f"key must be a cuflash.Key, not {type(key).__name__}")
-    if key is None and _needs_key(precision):
-        raise ValueError("this precision rounds stochastically: pass key=cuflash.Key(seed)")
-    views = (_heads_first(x, layout) for x in (q, k, v))
-    return _Call(*views, Shape(tq, tk, bool(causal)), float(scale), precision, as_fix(fix), layout, key or Key(0))
-
-
-@functools.lru_cache(maxsize=1024)
-def _needs_key(precision: Precision) -> bool:
-    roundings = {*precision.sites, *(o.rounding for o in precision.overrides)}
-    return any(mode_named(r.mode).needs_key for r in roundings)
-
-
-def _default_precision(q: Any) -> Precision:
-    name = getattr(getattr(q, "dtype", None), "name", type(q).__name__)
-    if name not in DEFAULTS:
-        raise TypeError(f"no default precision for {name}: pass precision=, or use {', '.join(DEFAULTS)}")
-    return Precision.named(DEFAULTS[name])
-
-
-def _axes(name: str, x: Any, layout: str) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """Leading shape and (heads, T, head_dim)."""
-    if x.ndim < (2 if layout == "bhtd" else 3):
-        needed = {"bhtd": "(..., heads, seq, head_dim) or (seq, head_dim)", "bthd": "(..., seq, heads, head_dim)"}
-        raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs {needed[layout]}")
-    if x.ndim == 2:
-        return (), (1, *x.shape)
-    *lead, a, b, d = x.shape
-    return tuple(lead), (a, b, d) if layout == "bhtd" else (b, a, d)
-
-
-def _heads_first(x: Any, layout: str) -> Any:
-    """x as (batch, heads, T, D); a view where the leading axes allow it."""
-    if layout == "bthd":
-        x = x.swapaxes(-3, -2)
-    heads = x.shape[-3] if x.ndim > 2 else 1
-    batch = math.prod(x.shape[:-3])
-    return x.reshape(batch, heads, *x.shape[-2:])
-
-
-def _row_shape(q: Any, layout: str) -> tuple[int, ...]:
-    """Shape of lse: (..., heads, Tq)."""
-    lead, (heads, tq, _) = _axes("q", q, layout)
-    return (*lead, heads, tq) if q.ndim > 2 else (tq,)
-
-
-def _on_gpu(x: Any) -> bool:
-    """Whether x is a CuPy array. CuPy is not imported to find out."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(x, cupy.ndarray)
-
-
-def _check_kind(name: str, x: Any, q: Any) -> None:
-    """Raises unless x is an array like q, NumPy's or CuPy's, on the same device, of a dtype that runs there."""
-    gpu = _on_gpu(x)
-    if gpu != _on_gpu(q):
-        raise TypeError(f"{name} is a {type(x).__module__} array and q a {type(q).__module__} array: pass both alike")
-    if gpu and x.device != q.device:
-        raise ValueError(f"{name} lies on {x.device}, q on {q.device}: move them to one device")
-    valid = GPU_INPUTS if gpu else INPUTS
-    if x.dtype.name not in valid:
-        cast = "; on a GPU cast it, as by .astype('float32')" if gpu else ""
-        raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(valid)}{cast}")
-
-
-def _check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
-    if not (isinstance(x, np.ndarray) or _on_gpu(x)):
-        raise TypeError(f"{name} must be an array like q's, not {type(x).__name__}")
-    if x.shape != tuple(shape):
-        raise ValueError(f"{name} has shape {x.shape}; it must be {tuple(shape)}")
-    _check_kind(name, x, q)
-
-
-def _check_out(out: Any, q: Any, dtype: np.dtype) -> None:
-    if not (isinstance(out, np.ndarray) or _on_gpu(out)) or _on_gpu(out) != _on_gpu(q) or out.shape != q.shape:
-        raise ValueError(f"out must be an array of shape {q.shape}, not {getattr(out, 'shape', type(out).__name__)}")
-    if not np.can_cast(dtype, out.dtype, "safe"):
-        raise ValueError(f"out has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
-                         f"every site; pass out of {dtype} or wider, or round at attn.o")
 
 
 # ---- NumPy --------------------------------------------------------------------------------------
@@ -293,10 +174,13 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
              fix: Fix | str, layout: str, out: Any, key: Key | None, watch: Watch | None,
              counts: bool = True) -> tuple[Any, Saved]:
     watch = watched(watch)
-    p = _default_precision(q) if precision is None else as_precision(precision)
-    call = _call(q, k, v, causal, scale, p, fix, layout, key)
-    if _on_gpu(q):
+    p = default_precision(q) if precision is None else as_precision(precision)
+    call = validated(q, k, v, causal, scale, p, fix, layout, key)
+    if on_gpu(q):
         return _forward_cuda(call, q, k, v, out, key, watch, counts)
+    dtype = _result_dtype(call, "fwd", "attn.o")
+    if out is not None:
+        check_out(out, q, dtype, (q, k, v))
     b, hq, tq, d = call.q.shape
     real = np.float64 if p.is_fp64 else np.float32
     full = attention_forward.Forward.empty((b, hq), tq, d, real)
@@ -304,11 +188,8 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
         part = attention_forward.forward(*_operands(call, g, kv, real), rnd, call.shape, call.scale, call.fix)
         for name in attention_forward.Forward.__dataclass_fields__:
             getattr(full, name)[g] = getattr(part, name)
-    dtype = _result_dtype(call, "fwd", "attn.o")
-    if out is not None:
-        _check_out(out, q, dtype)
     o = _restore(full.o, call, q.shape, dtype, out)
-    rows = _row_shape(q, layout)
+    rows = row_shape(q, layout)
     lse, m, l = (x.reshape(rows) for x in (full.lse, full.m, full.l))
     m, l = (m, l) if p.p_bwd_from == "m_l" else (None, None)
     unrounded = _restore(full.o_unrounded, call, q.shape, np.dtype(real)) if p.delta_from == "o_unrounded" else None
@@ -318,14 +199,14 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
     return o, saved
 
 
-def _backward_numpy(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
+def _backward_numpy(call: Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
                     watch: Watch | None) -> tuple[Any, Any, Any]:
     p = call.precision
     b, hq, tq, d = call.q.shape
     hk, tk = call.k.shape[1:3]
     real = np.float64 if p.is_fp64 else np.float32
-    do = _heads_first(do, call.layout)
-    o = _heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
+    do = heads_first(do, call.layout)
+    o = heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
     rows = [None if x is None else x.reshape(b, hq, tq).astype(real, copy=False) for x in (saved.lse, saved.m, saved.l)]
     dq = np.empty((b, hq, tq, d), real)
     dk_head, dv_head = (np.empty((b, hq, tk, d), real) for _ in range(2))
@@ -340,7 +221,7 @@ def _backward_numpy(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any
         (dq, dk, dv), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv"), out or (None,) * 3))
 
 
-def _parts(call: _Call, direction: str, watch: Watch | None) -> Iterator[tuple[Rounder, Index, Index]]:
+def _parts(call: Call, direction: str, watch: Watch | None) -> Iterator[tuple[Rounder, Index, Index]]:
     """Blocks of (sample, head) pairs that round alike: a Rounder, their index into (batch, heads), that of k and v."""
     b, hq, tq, _ = call.q.shape
     layer, p = call.key.layer, call.precision
@@ -363,7 +244,7 @@ def _alike(precision: Precision, layer: int, heads: tuple[int, ...]) -> list[lis
     return list(alike.values())
 
 
-def _operands(call: _Call, g: Index, kv: Index, real: type) -> tuple[np.ndarray, ...]:
+def _operands(call: Call, g: Index, kv: Index, real: type) -> tuple[np.ndarray, ...]:
     """q, k, v of a block as (G, T, D), widened without rounding; fp64 inputs stay fp64 until their site."""
     return tuple(_as_real(x[i], real) for x, i in ((call.q, g), (call.k, kv), (call.v, kv)))
 
@@ -372,7 +253,7 @@ def _as_real(x: np.ndarray, real: type) -> np.ndarray:
     return x if x.dtype == np.float64 else x.astype(real)
 
 
-def _recomputed_o(call: _Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder) -> np.ndarray:
+def _recomputed_o(call: Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder) -> np.ndarray:
     """O with every forward site but the inputs in fp32: delta_from = o_fp32."""
     again = Rounder(_all_fp32(call.precision), "fwd", rnd.layer, key=rnd.key, heads=rnd.heads, samples=rnd.samples)
     return attention_forward.forward(q, k, v, again, call.shape, call.scale, call.fix).o
@@ -387,7 +268,7 @@ def _all_fp32(p: Precision) -> Precision:
     return p.round(*(f"{s}=fp32" for s in wide))
 
 
-def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -> np.ndarray:
+def _sum_heads(heads: np.ndarray, call: Call, site: str, watch: Watch | None) -> np.ndarray:
     """dK or dV (B, Hk, Tk, D) from each query head's share, heads ascending; scopes go by the first head of a group."""
     b, hq, tk, d = heads.shape
     total = heads[:, ::call.group].copy()
@@ -403,10 +284,10 @@ def _sum_heads(heads: np.ndarray, call: _Call, site: str, watch: Watch | None) -
     return total
 
 
-def _result_dtype(call: _Call, direction: str, site: str) -> np.dtype:
+def _result_dtype(call: Call, direction: str, site: str) -> np.dtype:
     """The dtype of a result; on a GPU fp32 stands for those that CuPy does not have."""
     dtype = _stored(call.precision, direction, call.key.layer, call.q.shape[1], site)
-    return dtype if not _on_gpu(call.q) or dtype.name in GPU_INPUTS else np.dtype(np.float32)
+    return dtype if not on_gpu(call.q) or dtype.name in GPU_INPUTS else np.dtype(np.float32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -418,7 +299,7 @@ def _stored(precision: Precision, direction: str, layer: int, heads: int, site: 
     return (storage_dtype(formats.pop()) if len(formats) == 1 else None) or np.dtype(np.float32)
 
 
-def _restore(x: np.ndarray, call: _Call, shape: tuple[int, ...], dtype: np.dtype, out: Any = None) -> np.ndarray:
+def _restore(x: np.ndarray, call: Call, shape: tuple[int, ...], dtype: np.dtype, out: Any = None) -> np.ndarray:
     """Rows (batch, heads, T, D) back in the caller's layout and shape."""
     result = np.empty(shape, dtype) if out is None else out
     view = result.swapaxes(-3, -2) if call.layout == "bthd" else result
@@ -428,7 +309,7 @@ def _restore(x: np.ndarray, call: _Call, shape: tuple[int, ...], dtype: np.dtype
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None, watch: Watch | None,
+def _forward_cuda(call: Call, q: Any, k: Any, v: Any, out: Any, key: Key | None, watch: Watch | None,
                   counts: bool) -> tuple[Any, Saved]:
     cupy = sys.modules["cupy"]
     p = call.precision
@@ -436,9 +317,9 @@ def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None
         raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
-        _check_out(out, q, dtype)
+        check_out(out, q, dtype, (q, k, v))
     with q.device:
-        rows = _row_shape(q, call.layout)
+        rows = row_shape(q, call.layout)
         # Written in place where the array's dtype and layout let a kernel do so.
         direct = out is not None and out.dtype == dtype and _in_place(out, call.layout)
         o = out if direct else cupy.empty(q.shape, dtype)
@@ -448,8 +329,8 @@ def _forward_cuda(call: _Call, q: Any, k: Any, v: Any, out: Any, key: Key | None
         stats = cupy.zeros(3, np.int64) if counts else None
         inputs = map(_rows_contiguous, (call.q, call.k, call.v))
         if o.size:
-            attention_forward.launch(*inputs, _heads_first(o, call.layout), lse, m, l,
-                                     None if o_unrounded is None else _heads_first(o_unrounded, call.layout),
+            attention_forward.launch(*inputs, heads_first(o, call.layout), lse, m, l,
+                                     None if o_unrounded is None else heads_first(o_unrounded, call.layout),
                                      stats, p, call.fix, call.shape, call.scale, call.key)
         if out is not None and not direct:
             out[...] = o
@@ -462,7 +343,7 @@ def _rows_contiguous(x: Any) -> Any:
     return x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else sys.modules["cupy"].ascontiguousarray(x)
 
 
-def _backward_cuda(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
+def _backward_cuda(call: Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] | None,
                    watch: Watch | None) -> tuple[Any, Any, Any]:
     cupy = sys.modules["cupy"]
     p = call.precision
@@ -474,14 +355,14 @@ def _backward_cuda(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any]
         results = tuple(x if x is not None and x.dtype == dtype and _in_place(x, call.layout)
                         else cupy.empty(like.shape, dtype)
                         for x, like, dtype in zip(wanted, (saved.q, saved.k, saved.v), dtypes))
-        inputs = [_rows_contiguous(x) for x in (_heads_first(do, call.layout), call.q, call.k, call.v)]
+        inputs = [_rows_contiguous(x) for x in (heads_first(do, call.layout), call.q, call.k, call.v)]
         if p.delta_from == "o_fp32":
             o = _recomputed_o_cuda(call, *inputs[1:])
         else:
-            o = _heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
+            o = heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
         rows = (x if x is None else cupy.ascontiguousarray(x, np.float32) for x in (saved.lse, saved.m, saved.l))
         attention_backward.launch_backward(*inputs, _rows_contiguous(o), *rows,
-                                           *(_heads_first(x, call.layout) for x in results),
+                                           *(heads_first(x, call.layout) for x in results),
                                            p, call.shape, call.scale, call.key)
         for x, result in zip(wanted, results):
             if x is not None and x is not result:
@@ -489,7 +370,7 @@ def _backward_cuda(call: _Call, do: Any, saved: Saved, out: tuple[Any, Any, Any]
     return out or results
 
 
-def _recomputed_o_cuda(call: _Call, q: Any, k: Any, v: Any) -> Any:
+def _recomputed_o_cuda(call: Call, q: Any, k: Any, v: Any) -> Any:
     cupy = sys.modules["cupy"]
     o, lse = cupy.empty(q.shape, np.float32), cupy.empty(q.shape[:3], np.float32)
     if o.size:
@@ -500,5 +381,5 @@ def _recomputed_o_cuda(call: _Call, q: Any, k: Any, v: Any) -> Any:
 
 def _in_place(out: Any, layout: str) -> bool:
     """Whether a kernel can write to `out` as it lies: (batch, heads, T, D) is a view, its last axis contiguous."""
-    view = _heads_first(out, layout)
+    view = heads_first(out, layout)
     return view.data.ptr == out.data.ptr and (out.shape[-1] == 1 or view.strides[-1] == out.itemsize)

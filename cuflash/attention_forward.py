@@ -55,12 +55,12 @@ class Forward:
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder, shape: Shape, scale: float, fix: Fix) -> Forward:
     """Attention of G heads: q (G, Tq, D), k and v (G, Tk, D), any float dtype; results fp32 (fp64 under fp64)."""
     precision, tile = rnd.precision, rnd.precision.tiles(q.shape[-1]).forward
-    fix = fix.for_format(rnd.format("attn.p"))
+    fix = fix.for_formats(rnd.format)
     rnd.at()
     q, k, v = rnd("attn.q", q), rnd("attn.k", k), rnd("attn.v", v)
     out = Forward.empty((len(q),), shape.tq, q.shape[-1], rnd.dtype)
-    br = tile[0] or max(shape.tq, 1)
-    rows = br * max(1, BLOCK // (len(q) * br * max(1, min(tile[1] or shape.tk, shape.tk))))
+    br = tile[0] or 1  # without query tiles, any rows go together
+    rows = br * max(1, BLOCK // (max(len(q), 1) * br * max(1, min(tile[1] or shape.tk, shape.tk))))
     body = _plain_rows if precision.algorithm == "plain" else _flash_rows
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
         for r0 in range(0, shape.tq, rows):
@@ -204,7 +204,7 @@ def row_maximum(s: np.ndarray, st: _Rows, rnd: Rounder, scale: np.floating, fix:
     m_tile = r_m
     if tied.any() and type(fix) is not Fix:
         given = r_m[tied] * scaled
-        wanted = fix.rule(given, ties[tied]).astype(rnd.dtype)
+        wanted = fix.new_maximum(given, ties[tied])
         new = wanted != given
         out.changed[tied] |= new
         out.capped[tied] |= fix.limited(given, ties[tied])

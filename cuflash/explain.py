@@ -19,9 +19,9 @@ import numpy as np
 
 from cuflash.accumulators import ACCUMULATORS, common_format, dot
 from cuflash.errors import unknown
-from cuflash.formats import Format, Mode, format_named, round_to
+from cuflash.formats import MODES, Format, Mode, format_named, round_to
 from cuflash.philox import Key
-from cuflash.precision import mode_named
+from cuflash.precision import Rounding
 from cuflash.tensor_core import TENSOR_CORES
 
 _FP32 = format_named("fp32")
@@ -44,7 +44,7 @@ def explain(text: str = "", *, format: str = "bf16", mode: str = "rne", accumula
     Raises:
         ValueError: the text cannot be read, a name is unknown, or an argument has nothing to act on.
     """
-    f, m = format_named(format), mode_named(mode)
+    f, m = format_named(format), Rounding(mode=mode).rule
     if accumulator == "library":
         raise ValueError(f"accumulator 'library' is BLAS and not defined to the bit; valid: {', '.join(_DEFINED)}")
     if accumulator not in (None, *_DEFINED):
@@ -327,7 +327,7 @@ def _example(mode: Mode, seed: int) -> str:
     """The paper's worked example."""
     bf16 = format_named("bf16")
     acc, v = from_pattern(0xC01A0E2E, _FP32), from_pattern(0xC013, bf16)
-    without = from_pattern(pattern(_round(acc, bf16, mode_named("rne"), 0), bf16), bf16)
+    without = from_pattern(pattern(_round(acc, bf16, MODES["rne"], 0), bf16), bf16)
     lines = ["The example of arXiv 2510.04212, section 3.3.2: an element of Ō = P̄V at a key with P̄ = 1",
              "", *_sum([acc, v], bf16, mode, seed, labels=["acc", "v"]), "", "─" * 100,
              f"The same without the small rest of acc: {acc!r} becomes {without!r}", "",
@@ -354,7 +354,7 @@ def _dot(terms: list[tuple[str, list[str]]], f: Format, accumulator: str) -> str
         raise ValueError(f"accumulator {accumulator!r} cannot take {f.name} operands; "
                          "valid with it: sequential, exact")
     given = [[_signed(operator, t[0], f), _number(t[1], f)] for operator, t in terms if len(t) == 2]
-    pairs = [[_round(n, f, mode_named("rne"), 0) for n in t] for t in given]
+    pairs = [[_round(n, f, MODES["rne"], 0) for n in t] for t in given]
     start = _to_fp32(_signed(*starts[0], _FP32)) if starts else 0.0
     notes = [f"  {_decimal(n)} is no {f.name} number: read as {_decimal(r)}"
              for t, s in zip(given, pairs) for n, r in zip(t, s) if n != r and not math.isnan(n)]

@@ -4,11 +4,13 @@ A fix sees a row's maximum r_m and its tie count, the number of visible entries 
 rows with more than one are offered to the rule, and never an infinite r_m.
 """
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 
 from cuflash.errors import unknown
+from cuflash.formats import format_named
 from cuflash.plugins import blame, load_class, parse_parameters
 
 
@@ -40,6 +42,8 @@ class Fix:
                 raise unknown(f"parameter of fix {self.name}", parameter, self.parameters or ["(it has none)"])
         self.values = self.parameters | parameters
         for name, value in self.values.items():
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"fix {self.name}: {name} must be a number, not {value!r}")
             if not (math.isfinite(value) and value >= self.least.get(name, -math.inf)):
                 bound = f", {self.least[name]:g} or more" if name in self.least else ""
                 raise ValueError(f"fix {self.name}: {name} is {value:g}; valid: a finite number{bound}")
@@ -59,9 +63,13 @@ class Fix:
     def __repr__(self) -> str:
         return f"<cuflash.Fix {self}>"
 
-    def for_format(self, p_format: str) -> "Fix":
-        """This fix for a P̄ of this format: default parameters may depend on it."""
+    def for_formats(self, format: Callable[[str], str]) -> "Fix":
+        """This fix where `format(site)` is the format of each site: default parameters may depend on it."""
         return self
+
+    def new_maximum(self, r_m: np.ndarray, ties: np.ndarray) -> np.ndarray:
+        """`rule` on a copy, so that one that works in place changes nothing else; r_m's dtype."""
+        return np.asarray(self.rule(r_m.copy(), ties), r_m.dtype)
 
     def rule(self, r_m: np.ndarray, ties: np.ndarray) -> np.ndarray:
         return r_m
@@ -98,8 +106,9 @@ class QiuB2(Qiu):
 class Capped(Fix):
     """r_m + min(max((β−1)·r_m if r_m > 0 else |r_m|, 0.01), cap), over all tiles so far.
 
-    The cap keeps exp of the shift representable in the format of P̄, so no row is lost; the floor
-    moves maxima near zero too, where the paper's rule moves nothing.
+    The cap keeps exp of the shift a normal number of every format that it goes through, so no row is
+    lost: 80, or less where a format has fewer than 8 bits of exponent. The floor moves maxima near
+    zero too, where the paper's rule moves nothing.
     """
 
     name = "capped"
@@ -113,10 +122,13 @@ class Capped(Fix):
         super().__init__(**parameters)
         self._cap_given = "cap" in parameters
 
-    def for_format(self, p_format: str) -> "Fix":
-        if p_format == "fp16" and not self._cap_given:
-            return Capped(**(self.values | {"cap": 9.0}))
-        return self
+    def for_formats(self, format: Callable[[str], str]) -> "Fix":
+        if self._cap_given:
+            return self
+        through = {format(f"attn.{s}") for s in ("p", "l_tile", "l_scaled", "l", "pv", "o_scaled", "o_acc")}
+        emin = max(format_named(f).emin for f in through - {"fp64"} | {"fp32"})
+        cap = min(self.values["cap"], math.floor(0.93 * math.log(2) * -emin))  # fp16: 9
+        return self if cap == self.values["cap"] else type(self)(**(self.values | {"cap": cap}))
 
     def _wanted(self, r_m: np.ndarray) -> np.ndarray:
         return np.where(r_m > 0, (self.beta - np.float32(1)) * r_m, -r_m)

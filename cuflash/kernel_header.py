@@ -10,7 +10,7 @@ import numpy as np
 from cuflash.accumulators import common_format
 from cuflash.fixes import Fix
 from cuflash.formats import MODES, format_named
-from cuflash.precision import Precision, Rounding, mode_named
+from cuflash.precision import Precision, Rounding
 from cuflash.site_table import SITE_ID, SITES
 
 # Operands of each product, by site.
@@ -86,7 +86,7 @@ def precision_header(precision: Precision, head_dim: int, direction: str, accumu
     lines += [f"constexpr bool {name} = {_bool(on)};" for name, on in switches.items()]
     lines.append(f"constexpr DeltaFrom delta_from = DeltaFrom::{precision.delta_from};")
     if direction == "fwd":
-        lines += _fix(fix.for_format(table["attn.p"].format))
+        lines += _fix(fix.for_formats(lambda site: table[site].format))
     return "\n".join(lines) + "\n"
 
 
@@ -109,7 +109,7 @@ def _modes(table: dict[str, Rounding]) -> Iterator[str]:
     """Definitions of the users' modes."""
     found: dict[str, str] = {}
     for rounding in dict.fromkeys(table.values()):
-        mode = mode_named(rounding.mode)
+        mode = rounding.rule
         if mode.name in MODES:
             continue
         if found.setdefault(mode.name, mode.cuda_source) != mode.cuda_source:
@@ -119,7 +119,7 @@ def _modes(table: dict[str, Rounding]) -> Iterator[str]:
 
 def _site(name: str, rounding: Rounding) -> str:
     f = format_named(rounding.format)
-    return (f"SITE({cuda_name(name)}, {f.exponent_bits}, {f.mantissa_bits}, {mode_named(rounding.mode).name}, "
+    return (f"SITE({cuda_name(name)}, {f.exponent_bits}, {f.mantissa_bits}, {rounding.rule.name}, "
             f"{_bool(f.saturates)}, {SITE_ID[name]}, {_bool(SITES[name].axes != 'qk')})")
 
 

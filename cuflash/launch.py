@@ -17,7 +17,7 @@ import numpy as np
 from cuflash import kernels
 from cuflash.formats import storage_dtype
 from cuflash.kernel_header import network_header
-from cuflash.precision import Rounding, mode_named
+from cuflash.precision import Rounding
 
 if TYPE_CHECKING:
     from cuflash.sites import Rounder
@@ -75,7 +75,7 @@ def checked(rnd: "Rounder", site: str) -> Rounding:
     if rnd.dtype == np.float64:
         raise ValueError("precision fp64 runs on NumPy arrays only: use device cpu")
     found = rnd.rounding(site)
-    if rnd.key is None and found.format != "fp32" and mode_named(found.mode).needs_key:
+    if rnd.key is None and found.format != "fp32" and found.rule.needs_key:
         raise ValueError(f"site {site} rounds stochastically: pass key=cuflash.Key(seed)")
     return found
 

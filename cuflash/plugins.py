@@ -22,12 +22,16 @@ def parse_parameters(text: str) -> dict[str, float]:
     return parameters
 
 
+def file_digest(path: str) -> str:
+    """SHA-256 of a file; ValueError if there is none."""
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"{path!r}: no such file")
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+
+
 def load_class(path: str, name: str, base: type) -> Any:
     """The class or instance `name` in the Python file `path`, checked to be (of) a subclass of `base`."""
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise ValueError(f"{path!r}: no such file (given as {path}:{name})")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    file, digest = pathlib.Path(path), file_digest(path)[:16]
     spec = importlib.util.spec_from_file_location(f"cuflash_user_{file.stem}_{digest}", file)
     assert spec and spec.loader  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)

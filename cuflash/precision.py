@@ -17,7 +17,7 @@ import numpy as np
 from cuflash import NUMERICS_VERSION
 from cuflash.errors import unknown
 from cuflash.formats import MODES, Mode, format_named
-from cuflash.plugins import blame, load_class
+from cuflash.plugins import blame, file_digest, load_class
 from cuflash.site_table import MODULES, PLAIN_MERGED, SITES, merged
 
 SWITCHES: dict[str, tuple[str, ...]] = {
@@ -37,10 +37,28 @@ Tile = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a site does: round to `format` by `mode` (a name of formats.MODES or `file.py:Class`)."""
+    """What a site does: round to `format` by `mode` (a name of formats.MODES or `file.py:NAME`).
+
+    `source` is the SHA-256 of a user's file when this was made: a file edited later changes nothing here.
+    """
 
     format: str = "fp32"
     mode: str = "rne"
+    source: str = dataclasses.field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_named(self.format).name)  # one set of values, one name: e5m10 is fp16
+        if self.mode not in MODES:
+            path, colon, _ = self.mode.rpartition(":")
+            if not colon:
+                raise unknown("mode", self.mode, [*MODES, "FILE.py:NAME"])
+            object.__setattr__(self, "source", file_digest(path))
+            self.rule  # loads it now
+
+    @property
+    def rule(self) -> Mode:
+        """The mode itself."""
+        return MODES.get(self.mode) or _users_mode(self.mode, self.source)
 
     def __str__(self) -> str:
         return self.format if self.mode == "rne" else f"{self.format}:{self.mode}"
@@ -51,21 +69,16 @@ class Rounding:
         format, _, mode = str(text).partition(":")
         if format == "fp64":
             raise ValueError("fp64 is a precision, not a site's format: use precision='fp64'")
-        format_named(format)
-        mode_named(mode or "rne")
         return cls(format, mode or "rne")
 
 
 @functools.cache
-def mode_named(name: str) -> Mode:
-    """The rounding mode of this name; `my.py:Dither` loads a user's."""
-    if name in MODES:
-        return MODES[name]
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise unknown("mode", name, [*MODES, "FILE.py:NAME"])
+def _users_mode(name: str, digest: str) -> Mode:
+    path, _, attribute = name.rpartition(":")
     found = load_class(path, attribute, Mode)
     mode = found() if isinstance(found, type) else found
+    if mode.name in MODES:
+        raise ValueError(f"mode {name}: {mode.name!r} is a built-in mode's name; give it another")
     one = np.ones(2, np.uint32)
     with blame(name):  # once here, so that its mistakes are told before it is used
         up = np.asarray(mode.up(one, one > 0, one > 0, one > 0, one))
@@ -120,13 +133,16 @@ class Override:
         given: dict[str, Any] = {}
         for scope in scopes:
             if scope in ("fwd", "bwd"):
-                given["direction"] = scope
+                kind, value_of = "direction", scope
             elif re.fullmatch(r"[LH]\d+(-\d+)?(,\d+(-\d+)?)*", scope):
-                given["layers" if scope[0] == "L" else "heads"] = _numbers(scope[1:])
+                kind, value_of = "layers" if scope[0] == "L" else "heads", _numbers(scope[1:])
             elif scope in MODULES:
-                given["module"] = scope
+                kind, value_of = "module", scope
             else:
                 raise unknown("scope", scope, ["fwd", "bwd", "L1", "H0,6-8", *MODULES])
+            if kind in given:
+                raise ValueError(f"--round {text!r}: two scopes of one kind; write L0,2-4 for several layers")
+            given[kind] = value_of
         self = cls(site, Rounding.parse(value), **given)
         names = self.names()
         if self.heads is not None and not all(n.startswith("attn.") for n in names):
@@ -142,6 +158,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"range {part}: write the smaller number first")
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
 
@@ -194,9 +212,15 @@ class Precision:
         object.__setattr__(self, "tile", _tile(self.tile))
         if self.is_fp64 and (self.overrides or any(r != Rounding() for r in self.sites)):
             raise ValueError("precision fp64 rounds at no site; start from 'fp32' to round single sites")
+        if self.is_fp64 and (self.accumulator not in ("auto", "library") or self.exp == "mufu"):
+            raise ValueError(f"precision fp64 has NumPy's own products and exp: accumulator={self.accumulator}, "
+                             f"exp={self.exp} have no meaning there")
         if self.algorithm == "plain" and self.l_from == "rounded":
             raise ValueError("l_from='rounded' has no meaning under algorithm='plain': P is rounded after it is "
                              "divided by l")
+        for override in self.overrides:
+            if set(override.names()) <= self.merged:
+                raise ValueError(merged_message(override.site, self))
         for name, rounding in self.table().items():
             if name in self.merged and rounding != Rounding():
                 raise ValueError(merged_message(name, self))
@@ -339,6 +363,10 @@ class Precision:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as e:
             raise ValueError(f"precision is not valid TOML: {e}") from e
+        for name, kind, words in (("base", str, "a name"), ("sites", dict, "a table"), ("round", list, "a list of texts"),
+                                  ("numerics_version", int, "a number"), ("tile", str, 'a text as "128,128"')):
+            if name in data and not isinstance(data[name], kind):
+                raise ValueError(f"precision's TOML: {name} must be {words}, not {data[name]!r}")
         version = data.pop("numerics_version", NUMERICS_VERSION)
         if version != NUMERICS_VERSION:
             raise ValueError(f"precision was written for numerics version {version}, this is {NUMERICS_VERSION}")
@@ -352,10 +380,8 @@ class Precision:
         """SHA-256 over everything that changes bits, the numerics version and the text of users' modes included."""
         text = "\n".join(self.to_toml().splitlines()[1:])
         roundings = {*self.sites, *(o.rounding for o in self.overrides)}
-        files = sorted({r.mode.rpartition(":")[0] for r in roundings} - {""})
-        for file in files:
-            with open(file, encoding="utf-8") as f:
-                text += f.read()
+        for r in sorted({r for r in roundings if r.source}, key=str):
+            text = text.replace(f":{r.mode}", f":{r.source}:{r.mode.rpartition(':')[2]}")
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -372,7 +398,10 @@ def _tile(tile: Any) -> tuple[Tile, Tile, Tile] | None:
     """One pair or three -> three; multiples of 16 or None."""
     if tile is None:
         return None
-    three = tuple(map(tuple, tile)) if len(tile) == 3 else (tuple(tile),) * 3
+    try:
+        three = tuple(map(tuple, tile)) if len(tile) == 3 else (tuple(tile),) * 3
+    except TypeError:
+        three = ((),)
     for pair in three:
         if len(pair) != 2 or any(n is not None and (not isinstance(n, int) or n <= 0 or n % 16) for n in pair):
             raise ValueError(f"tile {tile!r}: give (Br, Bc) or three such pairs (forward, dK/dV, dQ), "
@@ -403,6 +432,8 @@ def _format_tile(tile: tuple[Tile, Tile, Tile] | None) -> str:
 
 @functools.cache
 def _named(name: str) -> Precision:
+    if not isinstance(name, str):
+        raise TypeError(f"a precision's name must be a text, not {name!r}")
     name = ALIASES.get(name, name)
     fp32 = tuple(Rounding() for _ in SITES)
     paper = tuple(Rounding(s.bf16) for s in SITES.values())

@@ -10,6 +10,11 @@ from functools import lru_cache
 import numpy as np
 
 
+@lru_cache(maxsize=64)
+def _mask(rows: int, keys: int, offset: int) -> np.ndarray:
+    return np.arange(keys) <= np.arange(rows)[:, None] + offset
+
+
 @dataclass(frozen=True)
 class Shape:
     """The lengths of one attention and its mask."""
@@ -22,12 +27,12 @@ class Shape:
         """The last key that query `row` sees; below 0 if it sees none."""
         return row + self.tk - self.tq if self.causal else self.tk - 1
 
-    @lru_cache(maxsize=64)  # of the few shapes a run has; a mask is at most a tile of rows high
     def visible(self, q0: int, q1: int, k0: int, k1: int) -> np.ndarray | None:
         """Mask (q1 − q0, k1 − k0), True where visible; None where all are. Not to be changed."""
         if self.last_key(q0) >= k1 - 1:
             return None
-        return np.arange(k0, k1) <= np.arange(q0, q1)[:, None] + (self.tk - self.tq)
+        make = _mask if (q1 - q0) * (k1 - k0) <= 1 << 17 else _mask.__wrapped__
+        return make(q1 - q0, k1 - k0, q0 - k0 + self.tk - self.tq)
 
     def key_tiles(self, bc: int | None, descending: bool) -> Iterator[tuple[int, int, int]]:
         """Key tiles (index, first key, end) in the order of the sum."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuflash import Key, Precision
 from cuflash.attention import Saved, flash_attention, flash_attention_backward, flash_attention_forward, plain_attention
+from cuflash.formats import storage_dtype
 from cuflash.testing import equal
 from tests import golden
 
@@ -227,6 +228,12 @@ def test_out_takes_the_result_or_refuses():
         assert flash_attention(q, k, v, out=out) is out and equal(out, want)
     with pytest.raises(ValueError, match="narrowing would be a rounding outside every site"):
         flash_attention(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), out=np.zeros(q.shape, BF16))
+    for dtype in (np.float16, BF16, np.float32):  # each holds every fp8_e5m2 number
+        assert equal(flash_attention(q, k, v, precision="all-fp8_e5m2", out=np.zeros(q.shape, dtype)), flash_attention(q, k, v, precision="all-fp8_e5m2"))
+    with pytest.raises(TypeError, match="out has dtype complex64"):
+        flash_attention(q, k, v, out=np.zeros(q.shape, np.complex64))
+    with pytest.raises(ValueError, match="out is q's own memory"):
+        flash_attention(q, k, v, out=q)
     with pytest.raises(ValueError, match="out must be an array of shape"):
         flash_attention(q, k, v, out=np.zeros((1, 1, 5, 9), BF16))
 
@@ -382,6 +389,57 @@ def test_stochastic_rounding_gives_backward_the_forwards_scores():
     assert equal(np.concatenate(found["fwd"], axis=-1), np.concatenate(found["bwd"], axis=1))
 
 
+@pytest.mark.parametrize("name", ["all-fp8_e5m2", "all-fp8_e4m3", "all-e5m4", "all-e4m3", "all-e3m4", "all-e2m3", "all-e7m3", "fp16-fa2", "bf16"])
+@pytest.mark.parametrize("top", [0.001, 1, 10, 40])
+def test_on_makes_no_nan_that_off_does_not_make(name, top):
+    """Rows of equal logits, of every sign and size: the cap keeps e^−shift in every format that it goes through."""
+    q, k, v = np.full((1, 1, 4, 16), 1, np.float32), np.full((1, 1, 8, 16), top, np.float32), np.ones((1, 1, 8, 16), np.float32)
+    for p in (Precision.named(name), Precision.named("bf16").replace({"attn.l": "fp16"}), Precision.named("bf16").replace({"attn.p": "e5m7"})):
+        for sign in (1, -1):
+            off, on = (flash_attention(q, sign * k, v, precision=p, fix=fix).astype(float) for fix in ("off", "on"))
+            assert np.array_equal(np.isfinite(off), np.isfinite(on))
+            assert (off == 0).all() or np.nanmax(np.abs(on - off), initial=0) <= 0.3  # fp8's last places
+
+
+def test_fixes_of_users_in_place_and_derived():
+    from cuflash.fixes import Capped, Fix
+
+    class InPlace(Fix):
+        def rule(self, r_m, ties):
+            r_m += 5
+            return r_m
+
+    class Derived(Capped):
+        name = "derived"
+
+        def rule(self, r_m, ties):
+            return r_m + np.float32(3)
+
+    x = np.ones((1, 1, 4, 16), np.float32)
+    p = Precision.named("fp16-fa2").replace(p_bwd_from="m_l")
+    for fix, shift in ((InPlace(), 5), (Derived(), 3)):
+        _, saved = flash_attention_forward(x, x, x, precision=p, fix=fix)
+        assert saved.stats.tolist()[:2] == [4, 4] and np.allclose(saved.m / 4, 4 + shift)  # m is unscaled; α = 1/4
+
+
+@pytest.mark.parametrize("name", ["all-e4m3", "all-e3m4", "all-fp8_e4m3", "all-e6m9"])
+def test_every_format_can_be_an_output(name):
+    q, k, v, do = inputs(np.random.default_rng(22), 1, 2, 1, 20, 20, 16)
+    o, saved, grads = run(q, k, v, do, precision=name)
+    assert saved.o is o and {o.dtype, *(g.dtype for g in grads)} == {storage_dtype(name[4:]) or np.dtype(np.float32)}
+
+
+def test_memory_of_plain_and_of_long_masks_is_bounded():
+    import tracemalloc
+    q = np.ones((1, 4096, 16), np.float32)
+    for p in (Precision.named("fp32").replace(algorithm="plain"), Precision.named("bf16").replace(tile=(None, 128))):
+        tracemalloc.start()
+        flash_attention(q[0], q[0], q[0], causal=True, precision=p)
+        kept, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 32 << 20 and kept < 12 << 20  # T × T would be 64 MiB an array
+
+
 # ---- messages -----------------------------------------------------------------------------------
 
 def bad(match, error=ValueError, q=None, k=None, v=None, **options):
@@ -403,11 +461,16 @@ def test_messages():
     bad("q, k and v differ in dtype", TypeError, q=z(1, 2, 4, 8, dtype=np.float16))
     bad("q has dtype int64", TypeError, q=z(1, 2, 4, 8, dtype=np.int64), precision="fp32")
     bad("no default precision for int64", TypeError, q=z(1, 2, 4, 8, dtype=np.int64))
-    bad("q must be a NumPy or CuPy array, not list", TypeError, q=[[0.0]], precision="fp32")
+    bad("q must be an array of NumPy or CuPy, not list", TypeError, q=[[0.0]], precision="fp32")
     bad("no default precision for list", TypeError, q=[[0.0]])
     bad("layout bthd needs", q=z(4, 8), k=z(4, 8), v=z(4, 8), layout="bthd")
-    bad("scale is 0.0; valid: a finite number, above 0 under order=fa2", scale=0.0, precision="bf16-fa2")
+    bad("scale is 0.0; valid: a finite number of fp32, above 0 under order=fa2", scale=0.0, precision="bf16-fa2")
     bad("scale is nan", scale=float("nan"))
+    bad("scale is 1e[+]39", scale=1e39)
+    bad("scale is 1e-50", scale=1e-50, precision="bf16-fa2")
+    bad("scale must be a number, not 'x'", TypeError, scale="x")
+    bad("0 query heads cannot share 2", q=z(1, 0, 4, 8))
+    bad("samples 4294967295 to 4294967296", q=z(2, 2, 4, 8), k=z(2, 2, 4, 8), v=z(2, 2, 4, 8), key=Key(0, sample=2**32 - 1))
     bad(r"pass key=cuflash.Key\(seed\)", precision=Precision.named("bf16").round("attn.o=bf16:sr"))
     bad("key must be a cuflash.Key", TypeError, key=3)
     bad("precision must be a name or a cuflash.Precision", TypeError, precision=16)
@@ -417,6 +480,17 @@ def test_messages():
 def test_messages_of_backward():
     q = np.zeros((1, 2, 4, 8), np.float32)
     _, saved = flash_attention_forward(q, q, q, precision="bf16")
+    with pytest.raises(TypeError, match="saved must be a cuflash.attention.Saved, not NoneType"):
+        flash_attention_backward(q, None)
+    with pytest.raises(TypeError, match="q must be an array"):
+        Saved([1], q, q, q, q, precision="bf16")
+    with pytest.raises(ValueError, match="unknown layout 'bhdt'"):
+        Saved(q, q, q, q, saved.lse, precision="bf16", layout="bhdt")
+    with pytest.raises(ValueError, match="k and v differ in shape"):
+        Saved(q, q[:, :, :2], q, q, saved.lse, precision="bf16")
+    for out in (q, (q, q), (q, q, q)):
+        with pytest.raises(ValueError, match="out must be three different arrays"):
+            flash_attention_backward(q, saved, out=out)
     with pytest.raises(ValueError, match="do has shape"):
         flash_attention_backward(q[:, :1], saved)
     with pytest.raises(ValueError, match="saved.m is missing: p_bwd_from=m_l"):

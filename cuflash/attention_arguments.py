@@ -1,0 +1,186 @@
+"""Arguments of attention: what is accepted, how it is laid out, and the sentences for what is not."""
+import functools
+import math
+import sys
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cuflash.errors import unknown
+from cuflash.fixes import Fix, as_fix
+from cuflash.philox import Key
+from cuflash.precision import Precision
+from cuflash.tiles import Shape
+
+LAYOUTS = ("bhtd", "bthd")
+DEFAULTS = {"float32": "fp32", "bfloat16": "bf16-fa2", "float16": "fp16-fa2", "float64": "fp64"}
+INPUTS = (*DEFAULTS, "float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4")
+GPU_INPUTS = ("float32", "bfloat16", "float16")
+
+
+class Call(NamedTuple):
+    """A validated call; q, k, v are views (batch, heads, T, D)."""
+
+    q: Any
+    k: Any
+    v: Any
+    shape: Shape
+    scale: float
+    precision: Precision
+    fix: Fix
+    layout: str
+    key: Key
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // max(self.k.shape[1], 1)
+
+
+def validated(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision, fix: Fix | str,
+          layout: str, key: Key | None) -> Call:
+    check_inputs(q, k, v, layout)
+    lead, (hq, tq, d) = _axes("q", q, layout)
+    tk = _axes("k", k, layout)[1][1]
+    if scale is None:
+        scale = 1 / math.sqrt(d) if precision.is_fp64 else float(np.float32(1 / math.sqrt(d)))
+    _check_scale(scale, precision)
+    if key is not None and not isinstance(key, Key):
+        raise TypeError(f"key must be a cuflash.Key, not {type(key).__name__}")
+    if key is None and _needs_key(precision, 0, hq):
+        raise ValueError("this precision rounds stochastically: pass key=cuflash.Key(seed)")
+    batch = math.prod(lead)
+    if key is not None and key.sample + batch > 1 << 32:
+        raise ValueError(f"samples {key.sample} to {key.sample + batch - 1} do not all have a number below 2**32: "
+                         "give key a smaller sample")
+    views = (heads_first(x, layout) for x in (q, k, v))
+    return Call(*views, Shape(tq, tk, bool(causal)), float(scale), precision, as_fix(fix), layout, key or Key(0))
+
+
+def check_inputs(q: Any, k: Any, v: Any, layout: str) -> None:
+    """Raises unless q, k and v are arrays of one kind and dtype whose shapes fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not (isinstance(x, np.ndarray) or on_gpu(x)):
+            raise TypeError(f"{name} must be an array of NumPy or CuPy, not {type(x).__name__}; "
+                            "torch and JAX arrays come in through cupy.from_dlpack")
+        check_kind(name, x, q)
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    lead, (hq, _, d) = _axes("q", q, layout)
+    k_lead, (hk, _, dk) = _axes("k", k, layout)
+    if k.shape != v.shape:
+        raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape}")
+    if k_lead != lead or dk != d or k.ndim != q.ndim:
+        raise ValueError(f"q {q.shape} and k {k.shape} must agree in every axis but heads and sequence "
+                         f"(layout {layout})")
+    if not 1 <= d <= 256:
+        raise ValueError(f"head_dim is {d}; valid: 1 to 256")
+    if hq != hk and (not hk or not hq or hq % hk):
+        raise ValueError(f"{hq} query heads cannot share {hk} key/value heads: the second must divide the first")
+
+
+def _check_scale(scale: Any, precision: Precision) -> None:
+    """α is used in fp32 (fp64 under that precision); under `fa2` so are c = α·log₂e and ε/α."""
+    if not isinstance(scale, (int, float, np.number)):
+        raise TypeError(f"scale must be a number, not {scale!r}")
+    fa2 = precision.order == "fa2"
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        used = (np.float64 if precision.is_fp64 else np.float32)(scale)
+        fits = np.isfinite(used) and (not fa2 or used > 0 and np.isfinite([used * 2, 1 / used]).all())
+    if not fits:
+        raise ValueError(f"scale is {scale}; valid: a finite number of fp32"
+                         + (", above 0 under order=fa2, and so that 1/scale is finite" if fa2 else ""))
+
+
+@functools.lru_cache(maxsize=1024)
+def _needs_key(precision: Precision, layer: int, heads: int) -> bool:
+    tables = (precision.sites_for(d, layer, "", h) for d in ("fwd", "bwd") for h in range(max(heads, 1)))
+    return any(r.rule.needs_key and r.format != "fp32" and site.startswith("attn.")
+               for table in tables for site, r in table.items())
+
+
+def default_precision(q: Any) -> Precision:
+    name = getattr(getattr(q, "dtype", None), "name", type(q).__name__)
+    if name not in DEFAULTS:
+        raise TypeError(f"no default precision for {name}: pass precision=, or use {', '.join(DEFAULTS)}")
+    return Precision.named(DEFAULTS[name])
+
+
+def _axes(name: str, x: Any, layout: str) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """Leading shape and (heads, T, head_dim)."""
+    if x.ndim < (2 if layout == "bhtd" else 3):
+        needed = {"bhtd": "(..., heads, seq, head_dim) or (seq, head_dim)", "bthd": "(..., seq, heads, head_dim)"}
+        raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs {needed[layout]}")
+    if x.ndim == 2:
+        return (), (1, *x.shape)
+    *lead, a, b, d = x.shape
+    return tuple(lead), (a, b, d) if layout == "bhtd" else (b, a, d)
+
+
+def heads_first(x: Any, layout: str) -> Any:
+    """x as (batch, heads, T, D); a view where the leading axes allow it."""
+    if layout == "bthd":
+        x = x.swapaxes(-3, -2)
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    batch = math.prod(x.shape[:-3])
+    return x.reshape(batch, heads, *x.shape[-2:])
+
+
+def row_shape(q: Any, layout: str) -> tuple[int, ...]:
+    """Shape of lse: (..., heads, Tq)."""
+    lead, (heads, tq, _) = _axes("q", q, layout)
+    return (*lead, heads, tq) if q.ndim > 2 else (tq,)
+
+
+def on_gpu(x: Any) -> bool:
+    """Whether x is a CuPy array. CuPy is not imported to find out."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def check_kind(name: str, x: Any, q: Any) -> None:
+    """Raises unless x is an array like q, NumPy's or CuPy's, on the same device, of a dtype that runs there."""
+    gpu = on_gpu(x)
+    if gpu != on_gpu(q):
+        raise TypeError(f"{name} is a {type(x).__module__} array and q a {type(q).__module__} array: pass both alike")
+    if gpu and x.device != q.device:
+        raise ValueError(f"{name} lies on {x.device}, q on {q.device}: move them to one device")
+    valid = GPU_INPUTS if gpu else INPUTS
+    if x.dtype.name not in valid:
+        cast = "; on a GPU cast it, as by .astype('float32')" if gpu else ""
+        raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(valid)}{cast}")
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
+    if not (isinstance(x, np.ndarray) or on_gpu(x)):
+        raise TypeError(f"{name} must be an array like q's, not {type(x).__name__}")
+    if x.shape != tuple(shape):
+        raise ValueError(f"{name} has shape {x.shape}; it must be {tuple(shape)}")
+    check_kind(name, x, q)
+
+
+def check_out(out: Any, like: Any, dtype: np.dtype, inputs: tuple[Any, ...] = ()) -> None:
+    """Raises unless `out` can take a result of this dtype and of like's shape without rounding it."""
+    if not (isinstance(out, np.ndarray) or on_gpu(out)) or on_gpu(out) != on_gpu(like) or out.shape != like.shape:
+        raise ValueError(f"out must be an array of shape {like.shape}, not {getattr(out, 'shape', type(out).__name__)}")
+    check_kind("out", out, like)
+    if not _holds(out.dtype, dtype):
+        raise ValueError(f"out has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
+                         f"every site; pass out of {dtype} or wider, or round at attn.o")
+    for name, x in zip("qkv", inputs):
+        if out.size and _address(out) == _address(x):
+            raise ValueError(f"out is {name}'s own memory, which backward still needs; pass another array")
+
+
+@functools.cache
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Whether every number of one dtype is one of another."""
+    w, n = ml_dtypes.finfo(wide), ml_dtypes.finfo(narrow)
+    range_ = float(w.max) >= float(n.max) and float(w.smallest_subnormal) <= float(n.smallest_subnormal)
+    return bool(range_ and w.nmant >= n.nmant)
+
+
+def _address(x: Any) -> int:
+    return x.data.ptr if on_gpu(x) else x.__array_interface__["data"][0]
