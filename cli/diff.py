@@ -62,7 +62,7 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
             data: dict[str, Any] = {
                 "a": a, "b": b, "step": found_step, "weights": [plain(_row(w)) for w in weights]
             }
-            lines, differs = _weights(weights, found_step), any(w.differs for w in weights)
+            lines, differs = _weights(weights, found_step, everything), any(w.differs for w in weights)
         else:
             if step is not None:
                 raise ValueError(f"--step {step}: {a} is a file; steps are of run folders")
@@ -133,13 +133,21 @@ def _where(s: SiteDiff) -> str:
     return f" [{', '.join(map(str, s.first))}]: {s.a:.9g} in {s.formats[0]}, {s.b:.9g} in {s.formats[1]}"
 
 
-def _weights(weights: list[WeightDiff], step: int) -> Iterable[str]:
-    width = max(len(w.name) for w in weights)
+def _weights(weights: list[WeightDiff], step: int, everything: bool) -> Iterable[str]:
+    same = [w.name for w in weights if not w.differs]
+    shown = weights if everything else [w for w in weights if w.differs]
+    if len(same) == len(weights):
+        yield f"weights at step {step}: {math.prod(weights[-1].shape):,} numbers, all of them the same bits"
+    if not shown:
+        return
+    width = max(len(w.name) for w in shown)
     yield f"weights at step {step}, A − B"
     yield f"  {'':<{width}} {'equal':>7} {'max abs':>10} {'mean abs':>10} {'Wasserstein-1':>14}"
-    for w in weights:
+    for w in shown:
         yield (f"  {w.name:<{width}} {_share(w.equal):>7} {w.max_abs:>10.3e} {w.mean_abs:>10.3e} "
                f"{w.wasserstein:>14.3e}")
+    if same and not everything:
+        yield f"the same bits in {len(same)} others: {_short(same)}"
 
 
 def _short(names: list[str]) -> str:

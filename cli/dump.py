@@ -43,8 +43,8 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
     cuflash dump runs/nano-bf16-off --precision fp32 -o fp32.h5
     cuflash dump runs/nano-bf16-off --step 800 --sites attn.s,attn.p --layers 1 --rows 0-63 -o p.h5
     """
-    from cuflash.errors import ranges
     from cuflash.dump import Selection, read, recording
+    from cuflash.errors import ranges
     from cuflash.model.passes import one_pass
     with user_errors():
         Selection(sites)

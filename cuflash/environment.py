@@ -59,8 +59,9 @@ class Info:
             d = self.device
             rows.append(("gpu", f"{d.name}, compute capability {d.capability / 10}, "
                                 f"{d.memory / 2**30:.0f} GiB, {d.multiprocessors} multiprocessors"))
+        same = "for the same reason" if self.compiler_reason == self.device_reason else self.compiler_reason
         rows.append(("kernels", "NVRTC compiles them here" if self.compiler_reason is None
-                     else f"cannot be compiled: {self.compiler_reason}"))
+                     else f"cannot be compiled: {same}"))
         rows.append(("", ""))
         rows += [("accumulator", f"{'cpu':<5} gpu")]
         rows += [(name, f"{where['cpu']:<5} {where['gpu']}") for name, where in self.accumulators.items()]

@@ -1,5 +1,6 @@
 """Error messages that say what was given and what is valid."""
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -22,3 +23,14 @@ def ranges(numbers: Iterable[int]) -> str:
             found.append([n, n])
     shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in found[:20]]
     return ", ".join(shown + ["…"] * (len(found) > 20)) or "none"
+
+
+def install(*extras: str) -> str:
+    """How to install one of cuflash's extras, which works from a clone as from an archive."""
+    return f"install the extra {' or '.join(extras)}: pip install '.[{extras[0]}]' in cuflash's source folder"
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of a message that has a word in it, without the frames and advice that some packages add."""
+    lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
+    return lines[-1] if lines else type(error).__name__

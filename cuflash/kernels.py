@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from cuflash.errors import unknown
+from cuflash.errors import install, last_line, unknown
 
 # One rounding per operation in the order written (docs/numerics.md, section 1): no contraction, no
 # flushing to zero, no approximate division or square root. -lineinfo names lines in sanitizers and profilers.
@@ -25,7 +25,7 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
            "-default-device", "-lineinfo")
 MIN_CAPABILITY = 80  # bf16 mma.sync and cp.async
 
-_INSTALL = "pip install 'cuflash[cuda12]' or 'cuflash[cuda13]', whichever the driver supports"
+_INSTALL = install("cuda12", "cuda13") + ", whichever the driver supports"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 
 
@@ -62,7 +62,7 @@ def gpu_reason() -> str | None:
     try:
         cupy = import_cupy()
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}): {_INSTALL}"
+        return _no_cupy(error)
     runtime = cupy.cuda.runtime
     try:
         if runtime.getDeviceCount() < 1:
@@ -83,11 +83,18 @@ def nvrtc_reason() -> str | None:
     """None if sources can be compiled, which needs no GPU; else a sentence on what is missing."""
     try:
         import_cupy()
+    except ImportError as error:
+        return _no_cupy(error)
+    try:
         from cupy.cuda import nvrtc
         nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"NVRTC, the CUDA compiler library, cannot be loaded ({error}): {_INSTALL}"
+        return f"NVRTC, the CUDA compiler library, cannot be loaded ({last_line(error)}): {_INSTALL}"
     return None
+
+
+def _no_cupy(error: ImportError) -> str:
+    return f"CuPy cannot be imported ({last_line(error)}): {_INSTALL}"
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import numpy as np
 from cuflash.audit_map import ErrorMap
 from cuflash.diff import Diff, ulp_errors
 from cuflash.dump_file import Dump, Entry
+from cuflash.errors import install
 from cuflash.formats import as_format, round_to
 from cuflash.monte_carlo import Bias
 from cuflash.whole_file import whole_file
@@ -42,7 +43,7 @@ def _style() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError as e:
-        raise ValueError("plots need matplotlib: pip install 'cuflash[plot]'") from e
+        raise ValueError(f"plots need matplotlib: {install('plot')}") from e
     with matplotlib.rc_context(_STYLE):
         yield
 

@@ -10,7 +10,7 @@ from cuflash.model.gpt import GPT, GPTConfig, Params
 
 from cuflash import kernels
 from cuflash.adamw import AdamWCuda
-from cuflash.errors import unknown
+from cuflash.errors import install, last_line, unknown
 from cuflash.fixes import Fix, as_fix
 from cuflash.flat import Flat
 from cuflash.grad_norm import grad_norm_cuda
@@ -33,7 +33,7 @@ def _cannot_run(config: GPTConfig, precision: Precision, fix: Fix, directions: t
     try:
         from cupy.cuda import cublas  # noqa: F401
     except ImportError as error:
-        return f"cuBLAS cannot be loaded ({error}): pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+        return f"cuBLAS cannot be loaded ({last_line(error)}): {install('cuda12', 'cuda13')}"
     try:
         device = kernels.import_cupy().cuda.runtime.getDevice()
         accumulator = device_accumulator(precision, kernels.capability(device))

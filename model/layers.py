@@ -54,6 +54,9 @@ class Layers(Mapping[str, np.ndarray]):
             raise ValueError(f"{path}: damaged, cut short or not HDF5 ({e})") from e
         return self
 
+    def __repr__(self) -> str:
+        return f"<Layers: {len(self._series)} series, {len(self._steps)} steps>"
+
     @property
     def steps(self) -> np.ndarray:
         return np.array(self._steps, np.int64)

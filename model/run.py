@@ -37,6 +37,11 @@ class Run:
         if not (self.path / CONFIG).is_file():
             raise ValueError(f"{self.path} is not a run folder: it has no {CONFIG}")
 
+    def __repr__(self) -> str:
+        dumps = self.dumps()
+        return (f"<Run {self.path}: checkpoints {ranges(step for step, _ in self.checkpoints())}"
+                + (f"; dumps {ranges(dumps)}>" if dumps else ">"))
+
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: dict[str, Any]) -> "Run":
         """Makes the folder and its config.toml; a ValueError where it holds a run already."""

@@ -52,9 +52,24 @@ def test_info_without_cupy_says_what_to_install(monkeypatch):
         monkeypatch.setattr(kernels, f.__name__, f.__wrapped__)
     monkeypatch.setitem(sys.modules, "cupy", None)
     found = cuflash.info()
-    assert found.device is None and "pip install 'cuflash[cuda12]'" in found.device_reason
+    assert found.device is None and "pip install '.[cuda12]'" in found.device_reason
     assert all(where == {"cpu": "yes", "gpu": "no GPU"} for where in found.accumulators.values())
-    assert "pip install 'cuflash[cuda12]'" in " ".join(run("info").split())
+    text = " ".join(run("info").split())
+    assert text.count("pip install '.[cuda12]'") == 1 and "cannot be compiled: for the same reason" in text
+
+
+def test_info_shows_of_a_long_banner_its_last_line_once(monkeypatch):
+    from cuflash import kernels
+
+    def fails():
+        bar = "=" * 64
+        raise ImportError(f"\n{bar}\nFailed to import CuPy.\n\nadvice\n\nOriginal error:\n  ImportError: libx.so: no\n{bar}\n")
+
+    for f in (kernels.gpu_reason, kernels.nvrtc_reason):
+        monkeypatch.setattr(kernels, f.__name__, f.__wrapped__)
+    monkeypatch.setattr(kernels, "import_cupy", fails)
+    text = run("info")
+    assert text.count("(ImportError: libx.so: no)") == 1 and "advice" not in text and "====" not in text
 
 
 @pytest.mark.parametrize(

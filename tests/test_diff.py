@@ -15,6 +15,7 @@ from cuflash.dump import read, recording
 from cuflash.formats import round_to, ulp
 from cuflash.model import checkpoint
 from cuflash.model.gpt import GPTConfig, init_params
+from cuflash.model.run import Run
 from tests.test_cli import run
 from tests.test_dump import inputs
 from tests.test_statistics import paper_case
@@ -286,3 +287,18 @@ def test_mistakes_of_the_command(tmp_path):
                    code=2)
         assert message in " ".join(text.split()) and "Traceback" not in text, text
     assert a and b
+
+
+def test_runs_of_the_same_bits_are_one_line_and_only_what_differs_is_listed(tmp_path):
+    def folder(name, change=None):
+        run = Run.create(tmp_path / name, {})
+        save(run.checkpoint_path(3), change)
+        return str(run.path)
+
+    a, b, c = folder("a"), folder("b"), folder("c", {"ln_f.weight": np.float32(0.5)})
+    (line,) = run("diff", a, b, code=0).splitlines()
+    assert line.startswith("weights at step 3: ") and line.endswith(" numbers, all of them the same bits")
+    assert len(run("diff", a, b, "--all", code=0).splitlines()) > 10
+    text = run("diff", a, c, code=1)
+    assert [x.split()[0] for x in text.splitlines()[2:-1]] == ["ln_f.weight", "all"]
+    assert text.splitlines()[-1].startswith("the same bits in ")

@@ -265,7 +265,7 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
 
 def test_gpu_reason_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # import raises
-    assert "cuflash[cuda12]" in kernels.gpu_reason()
+    assert "install the extra cuda12 or cuda13: pip install '.[cuda12]'" in kernels.gpu_reason()
 
 
 def test_gpu_reason_is_a_sentence_or_none():

@@ -114,3 +114,13 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     with pytest.raises(OSError, match="cannot write .*x: No space left on device"):
         write_whole(path, fail)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_says_what_it_holds(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    assert repr(run) == f"<Run {tmp_path / 'r'}: checkpoints none>"
+    for step in (7, 8, 9, 20):
+        run.checkpoint_path(step).touch()
+    (tmp_path / "r" / "dumps").mkdir()
+    run.dump_path(8).touch()
+    assert repr(run) == f"<Run {tmp_path / 'r'}: checkpoints 7-9, 20; dumps 8>"
