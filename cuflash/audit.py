@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.attention import LAYOUTS, flash_attention, flash_attention_backward, flash_attention_forward
+from cuflash.attention import flash_attention, flash_attention_backward, flash_attention_forward
+from cuflash.attention_arguments import LAYOUTS
 from cuflash.errors import ranges, unknown
 from cuflash.fixes import Fix, as_fix
 from cuflash.philox import Key
