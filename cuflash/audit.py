@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.attention import flash_attention, flash_attention_backward, flash_attention_forward
-from cuflash.attention_arguments import LAYOUTS
+from cuflash.attention_arguments import INPUTS, LAYOUTS
 from cuflash.errors import ranges, unknown
 from cuflash.fixes import Fix, as_fix
 from cuflash.philox import Key
@@ -72,6 +72,9 @@ class Capture:
             raise unknown("layout", layout, LAYOUTS)
         given = {"q": q, "k": k, "v": v, "do": do}
         arrays = {n: _four_axes(n, a, layout) for n, a in given.items() if a is not None}
+        for n, a in arrays.items():
+            if a.dtype.name not in INPUTS:
+                raise TypeError(f"{n} has dtype {a.dtype}; valid: {', '.join(INPUTS)}")
         dtypes = {arrays[n].dtype for n in ("q", "k", "v")}
         if len(dtypes) > 1:  # widening is exact, and the first sites of attention round
             wide = np.float64 if np.dtype(np.float64) in dtypes else np.float32

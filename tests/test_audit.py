@@ -304,3 +304,9 @@ def test_missing_keys_are_listed_with_what_the_file_has(tmp_path):
     np.savez(tmp_path / "a.npz", k=np.zeros(1))
     with pytest.raises(ValueError, match="has no q: it must have q; it has k"):
         read_tensors(tmp_path / "a.npz", ("q",))
+
+
+def test_integers_are_refused_before_they_could_be_widened():
+    x = np.ones((1, 1, 4, 8), np.float32)
+    with pytest.raises(TypeError, match="q has dtype int32; valid: float32"):
+        Capture.of(np.full(x.shape, 2**24 + 1, np.int32), x, x)
