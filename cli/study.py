@@ -1,5 +1,6 @@
 """`cuflash study`: the papers' studies, each a folder with tables, figures and a report."""
 import contextlib
+import importlib.util
 import pathlib
 import shlex
 import sys
@@ -33,13 +34,14 @@ def _microbenchmark(command: Any) -> Any:
     defaults = Options()
     for name, (kind, text) in reversed(LISTS.items()):
         shown = ",".join(map(str, getattr(defaults, name)))
-        command = click.option(f"--{name}", metavar="LIST", help=f"{text}  [default: {shown}]",
-                               callback=lambda ctx, param, value, kind=kind: _list(param.opts[0], value, kind))(command)
+        command = click.option(
+            f"--{name}", metavar="LIST", help=f"{text}  [default: {shown}]",
+            callback=lambda ctx, param, value, kind=kind: _list(param.opts[0], value, kind))(command)
     for name, text in reversed(NUMBERS.items()):
         command = click.option(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name),
                                show_default=True, help=text)(command)
-    command = click.option("--precision", "precisions", multiple=True, default=defaults.precisions, show_default=True,
-                           help="Another precision in figure 4; repeatable.")(command)
+    command = click.option("--precision", "precisions", multiple=True, default=defaults.precisions,
+                           show_default=True, help="Another precision in figure 4; repeatable.")(command)
     return click.option("--accumulator", default=defaults.accumulator, show_default=True,
                         help="Of the products; all but library are bit-defined.")(command)
 
@@ -74,11 +76,13 @@ def deviation(out: str, activations: str | None, layer: int | None, device: str,
     from cuflash.deviation_report import claims, figures, sections
     from cuflash.report import as_row
     with user_errors():
+        _check_matplotlib()
         o = Options(**{name: value for name, value in options.items() if value is not None})
         given = read_activations(activations, layer=layer, count=o.draws) if activations else None
         rows, seconds = _measure(o, given, device)
-        _write(out, "Numeric deviation of flash attention", claims(rows), sections(rows, o, seconds), figures(rows),
-               {"deviation": [as_row(r, ("ratio",)) for r in rows]}, _sources(o, given), _precisions(o), device)
+        _write(out, "Numeric deviation of flash attention", claims(rows), sections(rows, o, seconds),
+               figures(rows), {"deviation": [as_row(r, ("ratio",)) for r in rows]}, _sources(o, given),
+               _precisions(o), device)
 
 
 @study.command()
@@ -89,17 +93,19 @@ def deviation(out: str, activations: str | None, layer: int | None, device: str,
 @click.option("--batch-size", type=int, default=4, show_default=True, help="Sequences in a step.")
 @click.option("--steps", type=int, default=500, show_default=True, help="Of each training.")
 @click.option("--lr", type=float, help="Highest learning rate.  [default: the model's]")
-@click.option("--every", type=click.IntRange(min=1), default=25, show_default=True, help="Steps between comparisons.")
+@click.option("--every", type=click.IntRange(min=1), default=25, show_default=True,
+              help="Steps between comparisons.")
 @click.option("--seeds", nargs=2, type=int, default=(1, 2), show_default=True, help="Two initialisations.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="cpu", show_default=True,
               help="Where trainings run; the microbenchmark runs on the CPU.")
 @click.option("-o", "--out", default="study-stable", show_default=True, type=OUT_FOLDER,
               help="The study's folder; trainings that are there already are taken, or go on.")
-def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, block_size: int, batch_size: int,
-           steps: int, lr: float | None, device: str, **options: Any) -> None:
-    """The microbenchmark, and trainings in pairs: flash and plain, two seeds, low precision and fp32 (figures 3 to 8).
+def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, block_size: int,
+           batch_size: int, steps: int, lr: float | None, device: str, **options: Any) -> None:
+    """The microbenchmark, and trainings in pairs (figures 3 to 8).
 
-    At its defaults it takes about ten minutes on a CPU and 300 MB for checkpoints.
+    Pairs differ in one thing: flash and plain attention, two seeds, low precision and fp32. At its
+    defaults it takes about ten minutes on a CPU and 450 MB for checkpoints.
 
     \b
     cuflash study stable
@@ -112,21 +118,33 @@ def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, 
     from cuflash.report import as_row
     runs = pathlib.Path(out) / "runs"
     with user_errors():
+        _check_matplotlib()
         o = Options(**{name: value for name, value in options.items() if value is not None})
-        given = {"data": data, "model": model, "block_size": block_size, "batch_size": batch_size, "steps": steps,
-                 "device": device, "log_every": max(1, steps // 5)} | ({"lr": lr} if lr is not None else {})
+        given = {"data": data, "model": model, "block_size": block_size, "batch_size": batch_size,
+                 "steps": steps, "device": device, "log_every": max(1, steps // 5)}
+        if lr is not None:
+            given["lr"] = lr
         chosen = pairs(seeds)
         trained = train_arms(runs, given, arms(chosen, o.tile), every=every, say=click.echo)
         drifts = compare(runs, chosen)
         sources = dump_activations(runs / trained[0].arm, pathlib.Path(out) / "activations.h5")
         activations = read_activations(pathlib.Path(out) / "activations.h5", count=o.draws)
         rows, seconds = _measure(o, activations, "cpu")
-        _write(out, "Is flash attention stable?", [*deviation_report.claims(rows), *stable_report.claims(drifts)],
-               deviation_report.sections(rows, o, seconds) + "\n" + stable_report.sections(drifts, trained),
-               deviation_report.figures(rows) | stable_report.figures(drifts),
-               {"deviation": [as_row(r, ("ratio",)) for r in rows], "drift": [as_row(d, ("relative",)) for d in drifts],
-                "trained": [as_row(t) for t in trained]},
-               sources | _sources(o, activations), _precisions(o) | stable_report.precisions(runs, trained), device)
+        claims = [*deviation_report.claims(rows), *stable_report.claims(drifts)]
+        body = deviation_report.sections(rows, o, seconds) + "\n" + stable_report.sections(drifts, trained)
+        tables = {"deviation": [as_row(r, ("ratio",)) for r in rows],
+                  "drift": [as_row(d, ("relative",)) for d in drifts],
+                  "trained": [as_row(t) for t in trained]}
+        precisions = _precisions(o) | stable_report.precisions(runs, trained)
+        _write(out, "Is flash attention stable?", claims, body,
+               deviation_report.figures(rows) | stable_report.figures(drifts), tables,
+               sources | _sources(o, activations), precisions, device)
+
+
+def _check_matplotlib() -> None:
+    """Before anything is computed, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("a study's figures need matplotlib: pip install 'cuflash[plot]'")
 
 
 def _measure(o: "Options", activations: "Activations | None", device: str) -> "tuple[list[Row], float]":
@@ -139,14 +157,20 @@ def _measure(o: "Options", activations: "Activations | None", device: str) -> "t
         to_device = import_cupy().asarray
     chosen, begun = settings(o, activations), time.perf_counter()
     with _bar(len(chosen)) as advance:
-        rows = run(chosen, o, activations, to_device=to_device, jobs=1 if to_device else None, progress=advance)
+        rows = run(chosen,
+                   o,
+                   activations,
+                   to_device=to_device,
+                   jobs=1 if to_device else None,
+                   progress=advance)
     return rows, time.perf_counter() - begun
 
 
 @contextlib.contextmanager
 def _bar(total: int) -> Iterator[Any]:
     from tqdm import tqdm
-    with tqdm(total=total, unit="setting", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=total, unit="setting", dynamic_ncols=True, leave=False,
+              disable=not sys.stderr.isatty()) as bar:
         yield lambda done: bar.update(done - bar.n)
 
 
@@ -155,8 +179,11 @@ def _sources(o: "Options", activations: "Activations | None") -> dict[str, str]:
     import hashlib
 
     from cuflash.deviation import inputs
-    found = {f"inputs {kind}, {o.length} keys": hashlib.sha256(b"".join(x.tobytes() for x in inputs(kind, o.length, o))).hexdigest()
-             for kind in o.inputs}
+    found = {
+        f"inputs {kind}, {o.length} keys": hashlib.sha256(b"".join(
+            x.tobytes() for x in inputs(kind, o.length, o))).hexdigest()
+        for kind in o.inputs
+    }
     return found | ({f"activations ({activations.name})": activations.sha256} if activations else {})
 
 

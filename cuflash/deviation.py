@@ -60,7 +60,8 @@ class Options:
         length, tile, head_dim: held where they are not varied. queries: rows of Q that are computed, the
             same number at each length, so that a maximum is one of as many numbers.
         lengths: of figure 5. tiles: square tiles of figure 6; each with two others of its area.
-        draws: independent inputs for each number. accumulator: of the products; `sequential` is bit-defined.
+        draws: independent inputs for each number. accumulator: of the products but fp64's, which are NumPy's;
+            `sequential` is bit-defined.
     """
 
     formats: tuple[str, ...] = FORMATS
@@ -88,7 +89,8 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; valid: {valid} or more")
         for tile in self.tiles:
             if tile < 32 or tile % 32:
-                raise ValueError(f"tiles has {tile}; valid: multiples of 32, as half of one is a tile's side, too")
+                raise ValueError(
+                    f"tiles has {tile}; valid: multiples of 32, as half of one is a tile's side, too")
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class Activations:
     sha256: str
 
 
-def read_activations(path: str | os.PathLike[str], *, layer: int | None = None, count: int = 4) -> Activations:
+def read_activations(path: str | os.PathLike[str],
+                     *,
+                     layer: int | None = None,
+                     count: int = 4) -> Activations:
     """Sites attn.q, attn.k and attn.v of a dump.
 
     Args:
@@ -122,7 +127,8 @@ def read_activations(path: str | os.PathLike[str], *, layer: int | None = None, 
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     chosen = np.unique(np.linspace(0, len(q) - 1, min(count, len(q))).astype(int))
     text = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-    return Activations(q[chosen], k[chosen], v[chosen], entry.causal, f"{pathlib.Path(path).name}, layer {layer}", text)
+    return Activations(q[chosen], k[chosen], v[chosen], entry.causal,
+                       f"{pathlib.Path(path).name}, layer {layer}", text)
 
 
 # ---- what is computed -----------------------------------------------------------------------------
@@ -146,13 +152,14 @@ class Setting:
 
     def flash(self, accumulator: str) -> Precision:
         """The precision of flash attention."""
-        p = emulation(self.emulation, self.format)
-        sites = {} if p.is_fp64 else dict.fromkeys(GROUPS[self.fp32], "fp32")
-        return p.replace(sites, tile=self.tile, accumulator=accumulator)
+        p = emulation(self.emulation, self.format).replace(tile=self.tile)
+        return p if p.is_fp64 else p.replace(dict.fromkeys(GROUPS[self.fp32], "fp32"),
+                                             accumulator=accumulator)
 
     def plain(self, accumulator: str) -> Precision:
         """The precision of plain attention: every intermediate in the format."""
-        return emulation("per-tile", self.format).replace(algorithm="plain", accumulator=accumulator)
+        p = emulation("per-tile", self.format).replace(algorithm="plain")
+        return p if p.is_fp64 else p.replace(accumulator=accumulator)
 
 
 @functools.cache
@@ -174,7 +181,9 @@ def settings(o: Options, activations: Activations | None = None) -> list[Setting
     lengths = dict.fromkeys(o.inputs, o.length)
     if activations is not None:
         lengths["activations"] = activations.k.shape[1]
-    found = [Setting("3-4", i, f, e, n, base) for i, n in lengths.items() for f in o.formats for e in EMULATIONS]
+    found = [
+        Setting("3-4", i, f, e, n, base) for i, n in lengths.items() for f in o.formats for e in EMULATIONS
+    ]
     for name in o.precisions:
         p = emulation(name, "")
         format = "fp64" if p.is_fp64 else p.table()["attn.p"].format
@@ -238,13 +247,16 @@ class Row:
 
 
 def measures(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """For each leading index of a − b (n, …): largest magnitude, mean magnitude, standard deviation; (n, 3)."""
+    """For each leading index of a − b: largest magnitude, mean magnitude, standard deviation; (n, 3)."""
     d = (a.astype(np.float64) - b).reshape(len(a), -1)
     with np.errstate(invalid="ignore"):
         return np.stack([np.abs(d).max(axis=1), np.abs(d).mean(axis=1), d.std(axis=1)], axis=1)
 
 
-def inputs(kind: str, length: int, o: Options, activations: Activations | None = None) -> tuple[np.ndarray, ...]:
+def inputs(kind: str,
+           length: int,
+           o: Options,
+           activations: Activations | None = None) -> tuple[np.ndarray, ...]:
     """q (draws, queries, head_dim), k and v (draws, length, head_dim), fp32; the same for every format."""
     if kind == "activations":
         if activations is None:
@@ -255,13 +267,19 @@ def inputs(kind: str, length: int, o: Options, activations: Activations | None =
         rng = np.random.Generator(np.random.PCG64([o.seed, INPUTS.index(kind), length, draw]))
         for found, rows in zip(arrays, (min(o.queries, length), length, length)):
             shape = (rows, o.head_dim)
-            found.append(rng.standard_normal(shape) if kind == "normal" else rng.random(shape) if kind == "uniform"
-                         else rng.standard_t(3, shape) / math.sqrt(3))
+            found.append(
+                rng.standard_normal(shape) if kind == "normal" else rng.random(shape) if kind ==
+                "uniform" else rng.standard_t(3, shape) / math.sqrt(3))
     return tuple(np.array(x, np.float32) for x in arrays)
 
 
-def run(chosen: Iterable[Setting], o: Options, activations: Activations | None = None, *, to_device: Any = None,
-        jobs: int | None = None, progress: Callable[[int], object] = lambda done: None) -> list[Row]:
+def run(chosen: Iterable[Setting],
+        o: Options,
+        activations: Activations | None = None,
+        *,
+        to_device: Any = None,
+        jobs: int | None = None,
+        progress: Callable[[int], object] = lambda done: None) -> list[Row]:
     """Rows of all settings, in their order.
 
     Args:
@@ -303,9 +321,11 @@ def _group(group: Sequence[Setting], o: Options, activations: Activations | None
     for s in group:
         flash = _numpy(flash_attention(*here, causal=causal, precision=s.flash(o.accumulator)))
         both = np.concatenate([measures(flash, plain), measures(flash, golden), *of_plain], axis=1)
-        yield s, [Row(s.figure, s.input, s.format, bits, s.emulation, s.fp32, s.length, flash.shape[1], flash.shape[2],
-                      causal, s.shape, *s.tile, -(-s.length // s.tile[1]), draw, *map(float, values))
-                  for draw, values in enumerate(both)]
+        yield s, [
+            Row(s.figure, s.input, s.format, bits, s.emulation, s.fp32, s.length,
+                flash.shape[1], flash.shape[2], causal, s.shape, *s.tile, -(-s.length // s.tile[1]), draw,
+                *map(float, values)) for draw, values in enumerate(both)
+        ]
 
 
 def _numpy(x: Any) -> np.ndarray:

@@ -29,8 +29,16 @@ def _points(ax: "Axes", x: Sequence[float], draws: Sequence[Sequence[float]], nu
         return
     middle = np.array([np.exp(np.log(d).mean()) if geometric else d.mean() for _, d in kept])
     low, high = (np.array([f(d) for _, d in kept]) for f in (np.min, np.max))
-    ax.errorbar([a for a, _ in kept], middle, yerr=np.abs([middle - low, high - middle]), label=label, markersize=3.2,
-                marker=MARKERS[number % 7], elinewidth=0.7, capsize=1.5, capthick=0.6, **_line(number))
+    ax.errorbar([a for a, _ in kept],
+                middle,
+                yerr=np.abs([middle - low, high - middle]),
+                label=label,
+                markersize=3.2,
+                marker=MARKERS[number % 7],
+                elinewidth=0.7,
+                capsize=1.5,
+                capthick=0.6,
+                **_line(number))
 
 
 def _columns(rows: Sequence[Row], lines: int, height: float) -> tuple["Figure", np.ndarray, list[str]]:
@@ -40,13 +48,16 @@ def _columns(rows: Sequence[Row], lines: int, height: float) -> tuple["Figure", 
     return fig, fig.subplots(lines, len(kinds), squeeze=False, sharex="col", sharey="row"), kinds
 
 
-def _by_format(ax: "Axes", rows: Sequence[Row], series: Sequence[tuple[int, str, str]], measure: Callable[[Row], float],
+def _by_format(ax: "Axes",
+               rows: Sequence[Row],
+               series: Sequence[tuple[int, str, str]],
+               measure: Callable[[Row], float],
                geometric: bool = False) -> None:
     """Formats by mantissa bits along x. series: (style, emulation, label)."""
     formats = [f for _, f in sorted({(r.mantissa_bits, r.format) for r in rows})]
     for number, e, label in series:
-        _points(ax, range(len(formats)), [[measure(r) for r in where(rows, format=f, emulation=e)] for f in formats],
-                number, label, geometric)
+        _points(ax, range(len(formats)), [[measure(r) for r in where(rows, format=f, emulation=e)]
+                                          for f in formats], number, label, geometric)
     bits = {r.format: r.mantissa_bits for r in rows}
     ax.set_xticks(range(len(formats)), [f"{f} ({bits[f]})" for f in formats], rotation=90)
     ax.set_yscale("log")
@@ -75,10 +86,14 @@ def figure_4(rows: Sequence[Row]) -> "Figure":
         fig, axes, kinds = _columns(rows, 2, 4.2)
         for j, kind in enumerate(kinds):
             mine, (top, bottom) = where(rows, input=kind), axes[:, j]
-            _by_format(top, mine, [(i, e, LABELS[e]) for i, e in enumerate(EMULATIONS)], lambda r: r.flash_golden_max)
+            _by_format(top, mine, [(i, e, LABELS[e]) for i, e in enumerate(EMULATIONS)],
+                       lambda r: r.flash_golden_max)
             _by_format(top, where(mine, emulation="per-tile"), [(_PLAIN, "per-tile", "plain attention")],
                        lambda r: r.plain_golden_max)
-            _by_format(bottom, mine, [(i, e, "") for i, e in enumerate(EMULATIONS)], lambda r: r.ratio, geometric=True)
+            _by_format(bottom,
+                       mine, [(i, e, "") for i, e in enumerate(EMULATIONS)],
+                       lambda r: r.ratio,
+                       geometric=True)
             _marks(bottom)
             _letter(top, j, _kind(rows, kind))
             bottom.set_xlabel("format (mantissa bits)")
@@ -89,7 +104,7 @@ def figure_4(rows: Sequence[Row]) -> "Figure":
 
 
 def figure_5(rows: Sequence[Row]) -> "Figure":
-    """Over the sequence length, tiles held: largest difference, mean and standard deviation, ratio of the errors."""
+    """Over the sequence length, tiles held: maximum, mean, standard deviation; ratio of the errors."""
     rows = where(rows, figure="5")
     tile = rows[0].tile_keys
     measured: list[tuple[str, Callable[[Row], float], bool]] = [
@@ -105,8 +120,8 @@ def figure_5(rows: Sequence[Row]) -> "Figure":
                 for number, (f, e) in enumerate((f, e) for f in LENGTH_FORMATS for e in EMULATIONS):
                     mine = where(rows, input=kind, format=f, emulation=e)
                     lengths = sorted({r.length for r in mine})
-                    _points(ax, lengths, [[measure(r) for r in where(mine, length=n)] for n in lengths], number,
-                            f"{f}, {LABELS[e]}", geometric)
+                    _points(ax, lengths, [[measure(r) for r in where(mine, length=n)] for n in lengths],
+                            number, f"{f}, {LABELS[e]}", geometric)
                 ax.set_xscale("log", base=2)
                 ax.set_yscale("log")
                 ax.xaxis.set_major_formatter("{x:.0f}")
@@ -134,12 +149,12 @@ def figure_6(rows: Sequence[Row]) -> "Figure":
                 for number, shape in enumerate(SHAPES):
                     mine = where(rows, input=kind, format=f, shape=shape, emulation="per-tile")
                     areas = sorted({r.tile_rows * r.tile_keys for r in mine})
-                    _points(ax, areas, [[r.flash_plain_max for r in mine if r.tile_rows * r.tile_keys == a] for a in areas],
-                            number, f"per tile, {names[shape]}")
+                    _points(ax, areas, [[r.flash_plain_max for r in mine if r.tile_rows * r.tile_keys == a]
+                                        for a in areas], number, f"per tile, {names[shape]}")
                 mine = where(rows, input=kind, format=f, shape="square", emulation="fa2")
                 areas = sorted({r.tile_rows * r.tile_keys for r in mine})
-                _points(ax, areas, [[r.flash_plain_max for r in mine if r.tile_rows * r.tile_keys == a] for a in areas],
-                        6, "running values in fp32, square")
+                _points(ax, areas, [[r.flash_plain_max for r in mine if r.tile_rows * r.tile_keys == a]
+                                    for a in areas], 6, "running values in fp32, square")
                 ax.set_xscale("log", base=2)
                 ax.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
                 ax.set_ylim(bottom=0)
@@ -208,7 +223,10 @@ def drifts(found: Sequence[Any], measures: Sequence[tuple[str, str]], across: bo
                 values = np.array([getattr(d, attribute) for d in line])
                 again = seed != min(d.seed for d in mine if d.label == label)
                 style = _line(labels.index(label)) | {"linewidth": 0.6 if again else 1.3}
-                ax.plot([d.step for d in line], np.where(values > 0, values, math.nan), label=None if again else label, **style)
+                ax.plot([d.step for d in line],
+                        np.where(values > 0, values, math.nan),
+                        label=None if again else label,
+                        **style)
             ax.set_yscale("log")
             ax.grid(axis="y", color="0.9", linewidth=0.5)
             if across or j == 0:

@@ -52,13 +52,16 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
     with whole_file(path) as partial, open(partial, "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        writer.writerows({
+            k: f"{v:.7g}" if isinstance(v, float) else v
+            for k, v in row.items()
+        } for row in rows)
 
 
 def read_csv(path: str | os.PathLike[str], kind: type) -> list[Any]:
     """Rows of a dataclass of str, int, bool and float fields, as `write_csv` wrote them."""
-    fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    parse = {bool: lambda text: text == "True"}
+    fields: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(kind)}
+    parse: dict[Any, Any] = {bool: lambda text: text == "True"}
     with open(path, newline="", encoding="utf-8") as f:
         return [kind(**{k: parse.get(t, t)(row[k]) for k, t in fields.items()}) for row in csv.DictReader(f)]
 
@@ -89,7 +92,8 @@ def write_figures(folder: pathlib.Path, figures: Mapping[str, "Figure"]) -> None
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [list(map(str, header)), ["---"] * len(header), *(list(map(str, row)) for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                     for line in lines) + "\n"
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
@@ -106,8 +110,8 @@ def reproduce(command: str, environment: Mapping[str, Any], data: Mapping[str, s
         data: SHA-256 by name.
     """
     rows = [*environment.items(), *((f"SHA-256 of {name}", digest) for name, digest in data.items())]
-    digests = [(name, text if len(text := p.describe()) <= 80 else f"{p.name}, whole in study.h5", p.digest[:16])
-               for name, p in precisions.items()]
+    digests = [(name, text if len(text := p.describe()) <= 80 else f"{p.name}, whole in study.h5",
+                p.digest[:16]) for name, p in precisions.items()]
     return (f"## Reproduce\n\n```console\n$ {command}\n```\n\n" + table(("", ""), rows) + "\n"
             + table(("precision", "what it is", "digest"), digests))
 

@@ -6,6 +6,7 @@
 Source: arXiv 2405.02803, figures 7 and 8.
 """
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Trained:
-    """An arm that was trained: last step, validation loss there, seconds of its steps; why it ended early, if so."""
+    """An arm that was trained: last step, validation loss there, seconds of its steps; why it ended early."""
 
     arm: str
     step: int
@@ -97,7 +98,9 @@ def pairs(seeds: tuple[int, int]) -> list[Pair]:
     found = [Pair(KINDS[0], p, s, f"{p}-flash-{s}", f"{p}-plain-{s}")
              for p, s in (
         ("bf16", one), ("bf16", two), ("bf16-per-tile", one), ("fp16", one), ("fp16", two), ("fp32", one))]
-    found += [Pair(KINDS[1], p, one, f"{p}-flash-{one}", f"{p}-flash-{two}") for p in ("bf16", "fp16", "fp32")]
+    found += [
+        Pair(KINDS[1], p, one, f"{p}-flash-{one}", f"{p}-flash-{two}") for p in ("bf16", "fp16", "fp32")
+    ]
     return found + [Pair(KINDS[2], p, s, f"{p}-flash-{s}", f"fp32-flash-{s}")
                     for p in ("fp16", "bf16") for s in seeds]
 
@@ -136,7 +139,9 @@ def _train(path: pathlib.Path, arm: Arm, config: TrainConfig, say: Callable[[str
         checkpoint.save(run.folder.checkpoint_path(0), first, header(config, run.data))
     else:
         there = resolve(Run(path).config["train"])
-        changed = [f.name for f in dataclasses.fields(config) if getattr(there, f.name) != getattr(config, f.name)]
+        changed = [
+            f.name for f in dataclasses.fields(config) if getattr(there, f.name) != getattr(config, f.name)
+        ]
         if changed:
             raise ValueError(f"{path} is of another study: {', '.join(changed)} differ; give another folder")
         done = Run(path).checkpoints()
@@ -154,16 +159,23 @@ def _train(path: pathlib.Path, arm: Arm, config: TrainConfig, say: Callable[[str
 
 def _trained(path: pathlib.Path, arm: Arm, config: TrainConfig, stopped: str) -> Trained:
     run, precision = Run(path), config.resolved_precision()
-    steps = [0.0, *(row["step"] for row in run.metrics)]
-    seconds = sum(row["ms"] * (row["step"] - before) for row, before in zip(run.metrics, steps)) / 1000
-    return Trained(arm.name, run.checkpoints()[-1][0], run.metrics[-1]["val_loss"], precision.name, precision.digest,
-                   seconds, stopped)
+    rows = run.metrics
+    steps = [0.0, *(row["step"] for row in rows)]
+    seconds = sum(row["ms"] * (row["step"] - before) for row, before in zip(rows, steps)) / 1000
+    return Trained(arm.name,
+                   run.checkpoints()[-1][0], rows[-1]["val_loss"] if rows else math.nan, precision.name,
+                   precision.digest, seconds, stopped)
 
 
 def dump_activations(run: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
-    """q, k and v, unrounded, of the pass after a run's last checkpoint, into a dump; SHA-256 of the run's data."""
+    """q, k, v, unrounded, of the pass after a run's last checkpoint, as a dump; SHA-256 of its data."""
     p = one_pass(run, precision="fp32")
-    with recording(path, "attn.q,attn.k,attn.v", attributes={"data_sha256": p.data, "checkpoint": p.checkpoint}):
+    with recording(path,
+                   "attn.q,attn.k,attn.v",
+                   attributes={
+                       "data_sha256": p.data,
+                       "checkpoint": p.checkpoint
+                   }):
         p.run()
     return {"the trainings' data": p.data}
 
