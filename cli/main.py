@@ -79,6 +79,8 @@ def user_errors() -> Iterator[None]:
     """Around a command's set-up, where ValueError, TypeError and OSError speak of what the user gave."""
     try:
         yield
+    except BrokenPipeError:  # the reader of stdout has gone, as head does: no mistake, click ends quietly
+        raise
     except (ValueError, TypeError, OSError) as e:
         raise UserError(str(e)) from e
 

@@ -12,6 +12,7 @@ import click
 
 from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_FOLDER
+from cuflash.errors import install
 
 if TYPE_CHECKING:
     from cuflash.deviation import Activations, Options, Row
@@ -144,7 +145,7 @@ def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, 
 def _check_matplotlib() -> None:
     """Before anything is computed, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a study's figures need matplotlib: pip install 'cuflash[plot]'")
+        raise ValueError(f"a study's figures need matplotlib: {install('plot')}")
 
 
 def _measure(o: "Options", activations: "Activations | None", device: str) -> "tuple[list[Row], float]":

@@ -86,7 +86,8 @@ class Capture:
         if k.shape != v.shape:
             raise ValueError(f"k and v differ in shape: {k.shape} and {v.shape} (batch, heads, T, head_dim)")
         if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
-            raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and head_dim (batch, heads, T, head_dim)")
+            raise ValueError(
+                f"q {q.shape} and k {k.shape} must agree in batch and head_dim (batch, heads, T, head_dim)")
         if "do" in arrays and arrays["do"].shape != q.shape:
             raise ValueError(f"do has shape {arrays['do'].shape}; it must be q's, {q.shape}")
         scale = float(np.float32(1 / math.sqrt(q.shape[-1]))) if scale is None else float(scale)

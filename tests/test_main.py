@@ -1,11 +1,16 @@
 """The command group: quick, and plain about a word it does not know."""
 import importlib
+import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
+import tomllib
 
 import click
+import h5py
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -76,6 +81,32 @@ def test_help_has_examples_that_parse():
         for line in examples:
             used = {w for w in shlex.split(line, comments=True) if re.match(r"--?[a-z]", w)}
             assert used <= known, (line, used - known)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closed pipes are another error there")
+def test_a_reader_that_leaves_is_no_mistake():
+    code = "from cuflash.cli.main import main; main(['diff', *__import__('sys').argv[1:], '--all'])"
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "many.h5")
+        with h5py.File(file, "w") as f:
+            for i in range(2000):
+                f[f"a{i}"] = np.zeros(1)
+        process = subprocess.Popen([sys.executable, "-c", code, file, file], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(timeout=60) == 1
+
+
+def test_install_hints_name_an_extra_of_the_project():
+    root = pathlib.Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for folder in ("cuflash", "model", "cli", "docs"):
+        for file in (f for f in (root / folder).rglob("*") if f.suffix in (".py", ".md")):
+            text = file.read_text(encoding="utf-8")
+            assert "install 'cuflash[" not in text, file  # no index has it, and a clone none of that name
+            for names in re.findall(r"\binstall\(('\w+'(?:, '\w+')*)\)", text.replace('"', "'")):
+                assert set(re.findall(r"\w+", names)) <= set(extras), file
 
 
 def test_a_users_mistake_is_a_message_a_programs_is_not():
