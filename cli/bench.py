@@ -52,7 +52,8 @@ def attention(against: str, precisions: tuple[str, ...], fix: str, chosen: tuple
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     product, copy = b.ceilings(timer)
     click.echo(f"{device}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
-               f"Python {platform.python_version()}, {datetime.date.today()}; bf16 8192³ product {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
+               f"Python {platform.python_version()}, {datetime.date.today()}; "
+               f"bf16 8192³ product {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
     click.echo("TFLOP/s forward / backward (share of the roofline)\n")
     click.echo("| shape | " + " | ".join(programs) + " |")
     click.echo("|---" * (len(programs) + 1) + "|")

@@ -365,7 +365,8 @@ def _dot(terms: list[tuple[str, list[str]]], f: Format, accumulator: str) -> str
         return float(dot(a[None], b[:, None], c.reshape(1, 1), accumulator=name, format=f)[0, 0])
 
     finite = all(map(math.isfinite, [*a.tolist(), *b.tolist(), start]))
-    title = f"Dot product of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} in {f.name}, accumulator {accumulator}"
+    count = f"{len(pairs)} pair" + "s" * (len(pairs) != 1)
+    title = f"Dot product of {count} in {f.name}, accumulator {accumulator}"
     lines = [title, *notes, ""]
     if not finite:
         lines.append("  a term is Inf or NaN")

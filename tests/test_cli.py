@@ -63,7 +63,8 @@ def test_info_shows_of_a_long_banner_its_last_line_once(monkeypatch):
 
     def fails():
         bar = "=" * 64
-        raise ImportError(f"\n{bar}\nFailed to import CuPy.\n\nadvice\n\nOriginal error:\n  ImportError: libx.so: no\n{bar}\n")
+        raise ImportError(f"\n{bar}\nFailed to import CuPy.\n\nadvice\n\n"
+                          f"Original error:\n  ImportError: libx.so: no\n{bar}\n")
 
     for f in (kernels.gpu_reason, kernels.nvrtc_reason):
         monkeypatch.setattr(kernels, f.__name__, f.__wrapped__)
