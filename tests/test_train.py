@@ -3,6 +3,7 @@ import csv
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -414,3 +415,9 @@ def test_the_columns_hold_what_is_written():
     assert set(row) | {"val_loss", "mfu"} == set(train.columns(2))
     assert row["ties"] == row["ties_L0"] + row["ties_L1"] and row["rows"] == 2 * 16 * 2 * 2
     assert math.isfinite(row["loss"])
+
+
+def test_the_sampled_text_holds_no_control_characters(here):
+    text = cuflash("train", "--steps", 1, "--out", "a", *TINY)  # untrained, so of all bytes
+    text += cuflash("sample", "a", "--tokens", 300, "--temperature", 5)
+    assert r"\x" in text and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
