@@ -83,7 +83,7 @@ def figure_4(rows: Sequence[Row]) -> "Figure":
     """Largest error of each against fp64, and their ratio."""
     rows = [r for r in where(rows, figure="3-4") if r.emulation in EMULATIONS]
     with _style():
-        fig, axes, kinds = _columns(rows, 2, 4.2)
+        fig, axes, kinds = _columns(rows, 2, 4.5)
         for j, kind in enumerate(kinds):
             mine, (top, bottom) = where(rows, input=kind), axes[:, j]
             _by_format(top, mine, [(i, e, LABELS[e]) for i, e in enumerate(EMULATIONS)],
@@ -97,8 +97,8 @@ def figure_4(rows: Sequence[Row]) -> "Figure":
             _marks(bottom)
             _letter(top, j, _kind(rows, kind))
             bottom.set_xlabel("format (mantissa bits)")
-        axes[0, 0].set_ylabel("max |error| against fp64")
-        axes[1, 0].set_ylabel("flash / plain, largest error")
+        axes[0, 0].set_ylabel("max |error|")
+        axes[1, 0].set_ylabel("flash / plain")
         _legend(fig, axes[0, 0])
         return fig
 
@@ -111,7 +111,7 @@ def figure_5(rows: Sequence[Row]) -> "Figure":
         ("max |flash − plain|", lambda r: r.flash_plain_max, False),
         ("mean |flash − plain|", lambda r: r.flash_plain_mean, False),
         ("std of flash − plain", lambda r: r.flash_plain_std, False),
-        ("flash / plain, largest error", lambda r: r.ratio, True)]
+        ("flash / plain", lambda r: r.ratio, True)]
     with _style():
         fig, axes, kinds = _columns(rows, len(measured), 6.6)
         for j, kind in enumerate(kinds):
@@ -183,7 +183,7 @@ def figure_sites(rows: Sequence[Row]) -> "Figure":
             _letter(ax, j, _kind(rows, kind))
             ax.set_xlabel("flash / plain")
         axes[0, 0].invert_yaxis()
-        axes[0, 0].set_ylabel("sites attn.… in fp32")
+        axes[0, 0].set_ylabel("sites (attn.) in fp32")
         return fig
 
 

@@ -24,12 +24,14 @@ from cuflash.model.train import NonFinite, header, train
 
 # What a training computes in. `bf16` and `fp16` keep attention's running values in fp32, as
 # FlashAttention-2's kernels do; `bf16-per-tile` rounds every intermediate of attention for each tile.
-# Outside attention bf16-per-tile has the roundings of bf16.
+# Outside attention bf16-per-tile has the roundings of bf16. fp16 scales its loss (dynamic is the default of
+# a training), `fp16-unscaled` does not.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-fa2"},
     "bf16-per-tile": {"precision": "all-bf16",
                       "round": ("linear=bf16", "gelu=bf16", "logits=bf16", "loss.dlogits=bf16")},
     "fp16": {"precision": "fp16-fa2"},
+    "fp16-unscaled": {"precision": "fp16-fa2", "loss_scale": "1"},
     "fp32": {"precision": "fp32"},
 }
 KINDS = ("flash / plain", "two initialisations", "low precision / fp32")
@@ -102,7 +104,7 @@ def pairs(seeds: tuple[int, int]) -> list[Pair]:
         Pair(KINDS[1], p, one, f"{p}-flash-{one}", f"{p}-flash-{two}") for p in ("bf16", "fp16", "fp32")
     ]
     return found + [Pair(KINDS[2], p, s, f"{p}-flash-{s}", f"fp32-flash-{s}")
-                    for p in ("fp16", "bf16") for s in seeds]
+                    for p in ("fp16", "fp16-unscaled", "bf16") for s in seeds]
 
 
 def arms(chosen: Iterable[Pair], tile: int) -> list[Arm]:

@@ -59,7 +59,7 @@ def test_stable(tmp_path):
     text = run(*words)
     folder = tmp_path / "s"
     drift, trained = rows_of(folder / "drift.csv"), rows_of(folder / "trained.csv")
-    assert len(trained) == 13 and {r["step"] for r in drift} == {"0", "1"}
+    assert len(trained) == 15 and {r["step"] for r in drift} == {"0", "1"}
     assert {r["input"] for r in rows_of(folder / "deviation.csv")} == {"normal", "activations"}
     assert (folder / "figure_7.png").stat().st_size and (folder / "figure_8.svg").stat().st_size
     report = (folder / "report.md").read_text()

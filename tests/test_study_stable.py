@@ -75,7 +75,7 @@ def test_arms_are_what_the_pairs_need():
         differs = {n for n in ("seed", "algorithm", "precision") if getattr(a, n) != getattr(b, n)}
         assert differs == {KINDS[0]: {"algorithm"}, KINDS[1]: {"seed"}, KINDS[2]: {"precision"}}[p.kind]
     assert found["fp16-flash-3"].resolved_precision().tiles(16).forward == (32, 32)
-    assert found["fp16-flash-3"].loss_scale == "dynamic"
+    assert [found[f"{p}-flash-3"].loss_scale for p in ("fp16", "fp16-unscaled")] == ["dynamic", "1"]
 
 
 def test_per_tile_has_the_network_s_roundings_of_bf16():
