@@ -181,9 +181,8 @@ def settings(o: Options, activations: Activations | None = None) -> list[Setting
     lengths = dict.fromkeys(o.inputs, o.length)
     if activations is not None:
         lengths["activations"] = activations.k.shape[1]
-    found = [
-        Setting("3-4", i, f, e, n, base) for i, n in lengths.items() for f in o.formats for e in EMULATIONS
-    ]
+    found = [Setting("3-4", i, f, e, n, base) for i, n in lengths.items() for f in o.formats
+             for e in EMULATIONS]
     for name in o.precisions:
         p = emulation(name, "")
         format = "fp64" if p.is_fp64 else p.table()["attn.p"].format
@@ -253,9 +252,7 @@ def measures(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.stack([np.abs(d).max(axis=1), np.abs(d).mean(axis=1), d.std(axis=1)], axis=1)
 
 
-def inputs(kind: str,
-           length: int,
-           o: Options,
+def inputs(kind: str, length: int, o: Options,
            activations: Activations | None = None) -> tuple[np.ndarray, ...]:
     """q (draws, queries, head_dim), k and v (draws, length, head_dim), fp32; the same for every format."""
     if kind == "activations":
@@ -267,18 +264,13 @@ def inputs(kind: str,
         rng = np.random.Generator(np.random.PCG64([o.seed, INPUTS.index(kind), length, draw]))
         for found, rows in zip(arrays, (min(o.queries, length), length, length)):
             shape = (rows, o.head_dim)
-            found.append(
-                rng.standard_normal(shape) if kind == "normal" else rng.random(shape) if kind ==
-                "uniform" else rng.standard_t(3, shape) / math.sqrt(3))
+            found.append(rng.standard_normal(shape) if kind == "normal" else rng.random(shape)
+                         if kind == "uniform" else rng.standard_t(3, shape) / math.sqrt(3))
     return tuple(np.array(x, np.float32) for x in arrays)
 
 
-def run(chosen: Iterable[Setting],
-        o: Options,
-        activations: Activations | None = None,
-        *,
-        to_device: Any = None,
-        jobs: int | None = None,
+def run(chosen: Iterable[Setting], o: Options, activations: Activations | None = None, *,
+        to_device: Any = None, jobs: int | None = None,
         progress: Callable[[int], object] = lambda done: None) -> list[Row]:
     """Rows of all settings, in their order.
 
@@ -321,11 +313,9 @@ def _group(group: Sequence[Setting], o: Options, activations: Activations | None
     for s in group:
         flash = _numpy(flash_attention(*here, causal=causal, precision=s.flash(o.accumulator)))
         both = np.concatenate([measures(flash, plain), measures(flash, golden), *of_plain], axis=1)
-        yield s, [
-            Row(s.figure, s.input, s.format, bits, s.emulation, s.fp32, s.length,
-                flash.shape[1], flash.shape[2], causal, s.shape, *s.tile, -(-s.length // s.tile[1]), draw,
-                *map(float, values)) for draw, values in enumerate(both)
-        ]
+        yield s, [Row(s.figure, s.input, s.format, bits, s.emulation, s.fp32, s.length, *flash.shape[1:], causal,
+                      s.shape, *s.tile, -(-s.length // s.tile[1]), draw, *map(float, values))
+                  for draw, values in enumerate(both)]
 
 
 def _numpy(x: Any) -> np.ndarray:

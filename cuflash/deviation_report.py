@@ -56,11 +56,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     by_figure = {f: where(rows, figure=f) for f in ("3-4", "5", "6", "sites")}
     found: list[Claim] = []
     if by_figure["3-4"]:
-        found += [
-            _formats(by_figure["3-4"]),
-            _ten_times(by_figure["3-4"], by_figure["5"], by_figure["sites"]),
-            _running_fp32(by_figure["3-4"])
-        ]
+        found += [_formats(by_figure["3-4"]),
+                  _ten_times(by_figure["3-4"], by_figure["5"], by_figure["sites"]),
+                  _running_fp32(by_figure["3-4"])]
     if by_figure["5"]:
         found.append(_lengths(by_figure["5"]))
     if by_figure["6"]:

@@ -97,6 +97,8 @@ class Trained:
 def pairs(seeds: tuple[int, int]) -> list[Pair]:
     """What is compared: flash with plain attention, two seeds, low precision with fp32."""
     one, two = seeds
+    if one == two:
+        raise ValueError(f"seeds {one} and {two} are the same: two initialisations need two")
     found = [Pair(KINDS[0], p, s, f"{p}-flash-{s}", f"{p}-plain-{s}")
              for p, s in (
         ("bf16", one), ("bf16", two), ("bf16-per-tile", one), ("fp16", one), ("fp16", two), ("fp32", one))]

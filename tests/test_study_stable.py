@@ -78,6 +78,11 @@ def test_arms_are_what_the_pairs_need():
     assert [found[f"{p}-flash-3"].loss_scale for p in ("fp16", "fp16-unscaled")] == ["dynamic", "1"]
 
 
+def test_one_seed_is_no_pair():
+    with pytest.raises(ValueError, match="seeds 3 and 3 are the same"):
+        pairs((3, 3))
+
+
 def test_per_tile_has_the_network_s_roundings_of_bf16():
     tile, fa2 = (resolve(TINY | PRECISIONS[p]).resolved_precision().table()
                  for p in ("bf16-per-tile", "bf16"))
