@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from cuflash import deviation_report
-from cuflash.deviation import Row
+from cuflash.deviation import Options, Row, run, settings
 from cuflash.model import stable_report
 from cuflash.model.study_stable import Drift, Trained
-from cuflash.report import claims_table, read_csv
+from cuflash.report import as_row, claims_table, read_csv, write_csv
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "is-it-stable.md").read_text(encoding="utf-8")
@@ -32,3 +32,12 @@ def test_table(table):
 def test_figures_are_there_and_small():
     figures = re.findall(r"\]\((figures/\w+\.png)\)", PAGE)
     assert len(figures) == 7 and all((DOCS / f).stat().st_size < 300_000 for f in figures)
+
+
+def test_rows_are_made_again_to_the_last_digit(tmp_path):
+    """Bit-defined sums and exp: the file's numbers are those of any machine (golden values, in fp64, to 7 digits)."""
+    chosen = [s for s in settings(Options()) if s.fp32 in ("none", "all running") and s.figure == "sites"]
+    write_csv(tmp_path / "again.csv", [as_row(r, ("ratio",)) for r in run(chosen, Options())])
+    again = (tmp_path / "again.csv").read_text().splitlines()
+    there = set((DOCS / "data" / "deviation.csv").read_text().splitlines())
+    assert len(again) == 1 + 4 * 6 and set(again) <= there
