@@ -378,7 +378,7 @@ class Precision:
     @property
     def digest(self) -> str:
         """SHA-256 over everything that changes bits, the numerics version and the text of users' modes included."""
-        text = "\n".join(self.to_toml().splitlines()[1:])
+        text = "\n".join(["fp64"] * self.is_fp64 + self.to_toml().splitlines()[1:])  # the base's name is no bits
         roundings = {*self.sites, *(o.rounding for o in self.overrides)}
         for r in sorted({r for r in roundings if r.source}, key=str):
             text = text.replace(f":{r.mode}", f":{r.source}:{r.mode.rpartition(':')[2]}")

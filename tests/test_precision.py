@@ -49,6 +49,8 @@ def test_toml_and_digest(name):
 
 
 def test_digest_does_not_depend_on_how_it_was_said():
+    plain = [Precision.named(n).replace(algorithm="plain").digest for n in ("fp32", "fp64", "all-fp32")]
+    assert plain[0] == plain[2] != plain[1]
     a = Precision.named("fp32").replace({"attn.o": "bf16"})
     b = Precision.from_toml('base = "fp32"\n[sites]\n"attn.o" = "bf16:rne"\n')
     assert a == b and a.digest == b.digest
