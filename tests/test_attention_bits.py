@@ -128,6 +128,16 @@ def test_grouped_heads(name, roundings, rng):
     assert differing(*inputs(rng, 7, 9, 3, heads=8, kv_heads=2, batch=2), p, causal=True) == []
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-fa2"])
+def test_scopes(name, rng):
+    """Layers, directions and heads; dK and dV of a group go by its first head."""
+    scoped = ("L2/H1,3/attn.p=e8m4", "bwd/H2/attn.q=e8m3", "fwd/L2/H0/attn.k=e8m5", "L1/attn.o=e8m2",
+              "H4/attn.dk=e8m4", "H5/attn.dv=e8m4", "H0/attn.dv=e8m5")
+    data = inputs(rng, 7, 9, 3, heads=8, kv_heads=2)
+    for layer in (1, 2):
+        assert differing(*data, precision(name, scoped), causal=True, key=Key(0, layer=layer)) == []
+
+
 @pytest.mark.parametrize("scale", [0.3, 1.7, 1e-3])
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_scales(name, scale, rng):
