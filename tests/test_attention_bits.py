@@ -99,6 +99,7 @@ PRECISIONS = {
         "bf16-fa2", ("attn.l=bf16", "attn.o_scaled=bf16", "attn.alpha=fp16", "attn.dk_acc=bf16"),
         p_bwd_from="m_l", delta_from="o_unrounded", l_from="rounded"),
     "bf16-fa2, p∘dp": precision("bf16-fa2", delta_from="p_dp"),
+    "fp32 in fa2's order, p∘dp": precision(order="fa2", delta_from="p_dp"),
     "mixed": precision("bf16", MIXED),
 }
 SHAPES = [(9, 9, 3, True), (20, 35, 2, True), (35, 20, 5, True), (18, 33, 4, False)]
