@@ -206,8 +206,8 @@ struct Rows {
                 const float x = s[r / 2][j][r % 2 * 2 + e];
                 if constexpr (fix::epsilon == 0)  // two instructions; the compiler's n += x == r_m takes three
                     asm("{.reg .pred p; setp.eq.f32 p, %1, %2; @p add.s32 %0, %0, 1;}" : "+r"(n) : "f"(x), "f"(r_m));
-                else if constexpr (fix::rounded_threshold) n += x >= threshold;
-                else n += r_m - x <= epsilon;
+                else if constexpr (fix::rounded_threshold) n += x >= threshold && x > -INF;
+                else n += r_m - x <= epsilon && x > -INF;
             }
         return n;
     }

@@ -210,11 +210,13 @@ def row_maximum(s: np.ndarray, st: _Rows, rnd: Rounder, scale: np.floating, fix:
         out.capped[tied] |= fix.limited(given, ties[tied])
         m_tile = r_m.copy()
         m_tile[tied] = np.where(new, wanted / scaled, r_m[tied])
-    return rnd("attn.m", np.maximum(st.m, rnd("attn.m", m_tile)))
+    m_tile = rnd("attn.m", m_tile)
+    m = np.maximum(st.m, m_tile)
+    return rnd("attn.m", np.where((st.m == 0) & (m_tile == 0), st.m + m_tile, m))  # of +0 and −0, +0
 
 
 def _ties(s: np.ndarray, r_m: np.ndarray, epsilon: np.floating, fix: Fix, rnd: Rounder) -> np.ndarray:
-    """Entries of each row within ε of its maximum; masked ones are −Inf and never count beside a finite maximum."""
+    """Entries of each row within ε of its maximum; −Inf, which masked ones are, never counts."""
     if fix.rounded_threshold and epsilon:
         site = "attn.s_scaled" if rnd.precision.order == "eager" else "attn.s"
         threshold = r_m - epsilon
@@ -223,7 +225,7 @@ def _ties(s: np.ndarray, r_m: np.ndarray, epsilon: np.floating, fix: Fix, rnd: R
         close = s >= threshold[..., None]
     else:
         close = r_m[..., None] - s <= epsilon if epsilon else s == r_m[..., None]
-    return np.count_nonzero(close, axis=-1)
+    return np.count_nonzero(close & (s > -np.inf) if epsilon else close, axis=-1)  # ε = 0: a finite maximum is above
 
 
 def _finish(o: np.ndarray, m: np.ndarray, l: np.ndarray, raw: np.ndarray, rnd: Rounder, math: Arithmetic,

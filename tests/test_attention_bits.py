@@ -208,7 +208,6 @@ def test_signs_of_zero(order, rng):
     assert differing(*data, precision("fp32", roundings, order=order), causal=True) == []
 
 
-@pytest.mark.xfail(strict=True, reason="np.maximum takes its second operand of +0 and −0; the kernel and §7 give +0")
 @pytest.mark.parametrize("order", ["eager", "fa2"])
 def test_running_maximum_of_both_zeros_is_positive(order):
     """One tile's maximum is 0, the other's −0.01, which attn.m rounds to −0."""
@@ -217,7 +216,6 @@ def test_running_maximum_of_both_zeros_is_positive(order):
         assert differing(q, keys, keys, q, precision("fp32", ["attn.m=e3m2"], order=order)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a threshold of −Inf counts masked entries, too")
 def test_masked_entries_are_no_ties_of_a_threshold_of_minus_infinity(rng):
     """ε/α = 100 is past the largest number of attn.s, so every visible entry ties, and no other."""
     p = precision("all-e2m1", order="fa2")
