@@ -163,7 +163,8 @@ def resolve(given: dict[str, Any]) -> TrainConfig:
     options: dict[str, Any] = {
         "data": "pydoc", "model": "nano", "vocab_size": 256, "bias": False, "qk_norm": False, "grad_accum": 1,
         "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1, "data_seed": 1, "precision": "bf16-fa2",
-        "round": (), "set": (), "fix": "off", "device": "auto", "init": "", "fork": "", "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
+        "round": (), "set": (), "fix": "off", "device": "auto", "init": "", "fork": "",
+        "eval_every": 0, "checkpoint_every": 0, "keep": 3, "log_every": 20,
         "watch": "", "dump_every": 0, "dump_sites": "attn",
     }
     for name in given:

@@ -28,6 +28,7 @@ from cuflash.model.train import NonFinite, Trainer, header, train
 __all__ = ["NonFinite", "Session", "dry_run", "options", "resume", "start"]
 
 SAMPLE_TOKENS = 400
+AFFORDABLE = 10**12  # FLOPs of a step of a dry run on a CPU: some ten seconds
 PROMPT = "The "
 
 
@@ -224,28 +225,39 @@ def device(c: TrainConfig) -> str:
 
 
 def dry_run(c: TrainConfig) -> list[str]:
-    """What a run would take: time and memory by steps of one and of two samples, measured and carried on."""
+    """What a run would take: time and memory by steps of one and of some samples, measured and carried on."""
     blas.one_thread_if_small(c.n_embd)
     data = _data(c)
     gpt, samples = c.gpt(), c.batch_size * c.grad_accum
-    kept = 3 * gpt.n_params() * (8 if c.resolved_precision().is_fp64 else 4)  # weights and moments
-    peaks, seconds = [], []
-    for count in (1, 2):
-        trainer = Trainer(dataclasses.replace(c, batch_size=count, grad_accum=1), data)
-        peaks.append(_peak(trainer, kept))
-        begun = time.perf_counter()
-        trainer.settled(trainer.step())
-        seconds.append(time.perf_counter() - begun)
-    memory = peaks[0] + (c.batch_size - 1) * max(0, peaks[1] - peaks[0])
-    step_seconds = c.grad_accum * (seconds[0] + (c.batch_size - 1) * max(0, seconds[1] - seconds[0]))
-    flops = gpt.flops_per_token() * samples * c.block_size
+    flops = gpt.flops_per_token() * c.block_size
+    some = 2 if use_gpu(c) else max(2, min(AFFORDABLE // flops, c.batch_size))
+    (one_peak, one_seconds), (peak, seconds) = (_measured(c, data, count) for count in (1, some))
+    memory = peak + (c.batch_size - some) * (peak - one_peak) / (some - 1)
+    # Noise may hide what one more sample takes; it is half of a sample's share at least.
+    each = max((seconds - one_seconds) / (some - 1), seconds / some / 2)
+    step_seconds = c.grad_accum * (seconds + (c.batch_size - some) * each)
+    kept = 4 * gpt.n_params() * (8 if c.resolved_precision().is_fp64 else 4)
     return [
         *heading(c, data),
         f"parameters {gpt.n_params():,}",
-        f"memory about {_bytes(memory)}, of it weights, gradients and moments {_bytes(kept * 4 / 3)}",
-        f"FLOPs {flops:.3g} a step of {samples * c.block_size:,} tokens, {flops * c.steps:.3g} in all",
+        f"memory about {_bytes(memory)}, of it weights, gradients and moments {_bytes(kept)}",
+        f"FLOPs {flops * samples:.3g} a step of {samples * c.block_size:,} tokens, "
+        f"{flops * samples * c.steps:.3g} in all",
         f"time about {_seconds(step_seconds)} a step, {_seconds(step_seconds * c.steps)} in all",
     ]
+
+
+def _measured(c: TrainConfig, data: Data, samples: int) -> tuple[int, float]:
+    """Bytes that a step of so many samples needs at once, on the machine that it runs on, and its seconds."""
+    trainer = Trainer(dataclasses.replace(c, batch_size=samples, grad_accum=1), data)
+    begun = time.perf_counter()
+    peak = _peak(trainer)
+    seconds = time.perf_counter() - begun
+    if trainer.gpu or seconds < 1:  # a longer one is hardly slowed down by what measures memory
+        begun = time.perf_counter()
+        trainer.settled(trainer.step())
+        seconds = time.perf_counter() - begun
+    return peak, seconds
 
 
 def _bytes(n: float) -> str:
@@ -259,8 +271,8 @@ def _seconds(s: float) -> str:
     return f"{n:.0f} {unit}" if n >= 99.5 else f"{n:.2g} {unit}"
 
 
-def _peak(trainer: Trainer, kept: int) -> int:
-    """Bytes that a step needs at once, on the machine that it runs on."""
+def _peak(trainer: Trainer) -> int:
+    """Bytes that a step needs at once, on the machine that it runs on; weights and moments are among them."""
     if trainer.gpu:
         pool = kernels.import_cupy().get_default_memory_pool()
         trainer.settled(trainer.step())
@@ -271,7 +283,8 @@ def _peak(trainer: Trainer, kept: int) -> int:
     trainer.step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return peak + kept
+    state = trainer.state
+    return peak + sum(x.nbytes for part in (state.params, state.m, state.v) for x in part.values())
 
 
 def _data(c: TrainConfig) -> Data:

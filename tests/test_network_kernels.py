@@ -14,7 +14,12 @@ from cuflash.embedding import embedding_backward, embedding_forward
 from cuflash.flat import Flat
 from cuflash.gelu import gelu_backward, gelu_forward
 from cuflash.grad_norm import grad_norm_cuda
-from cuflash.layernorm import residual_layernorm_backward, residual_layernorm_forward
+from cuflash.layernorm import (
+    layernorm_backward,
+    layernorm_forward,
+    residual_layernorm_backward,
+    residual_layernorm_forward,
+)
 from cuflash.linear import linear_backward, linear_forward
 from cuflash.philox import Key
 from cuflash.precision import Precision
@@ -101,6 +106,10 @@ def test_operations(launched, precision, width):
     residual_backward(x, df, bwd)
     dx, operand, dw, db = residual_layernorm_backward(stream, df, saved, bwd, operand=bwd)
     assert operand.dtype == fwd("linear.x", x).dtype and dw.shape == db.shape == (width,)
+    q = fwd("linear.y", empty((2, 40, 32)))  # QK-norm: rows are heads of tokens
+    y, saved = layernorm_forward(q, empty(32), None, fwd)
+    dq, dw, db = layernorm_backward(empty((2, 40, 32)), saved, bwd, bias=False)
+    assert y.shape == dq.shape == q.shape and dw.shape == (32,) and db is None
     idx = np.zeros((2, 20), np.int64).view(DeviceArray)
     embedding_forward(idx, empty((50, width)), empty((30, width)), fwd)
     dwte, _ = embedding_backward(dx, idx, 50, 30)

@@ -120,7 +120,8 @@ def test_a_run_goes_out_and_comes_back(here):
     Run(out).checkpoint_path(2).unlink()
     (here / "w.safetensors").unlink()
     cuflash("train", "--resume", "--out", out)
-    assert all(np.array_equal(end.params[n], p) for n, p in checkpoint.load(Run(out).checkpoint_path(2))[0].params.items())
+    again = checkpoint.load(Run(out).checkpoint_path(2))[0]
+    assert all(np.array_equal(end.params[n], p) for n, p in again.params.items())
 
 
 def test_a_shorter_context_takes_the_first_positions():
@@ -190,7 +191,8 @@ def test_export_refuses(here):
     cuflash("train", *TINY, "--steps", 1, "--out", "a", "--qk-norm")
     assert "QK-norm, which GPT-2 has not" in cuflash("export", "a", "-o", "w.safetensors", code=2)
     assert "must end in .safetensors" in cuflash("export", "a", "-o", "w.bin", code=2)
-    assert "--step 9: no such checkpoint in a; it has 1" in cuflash("export", "a", "--step", 9, "-o", "w.safetensors", code=2)
+    text = cuflash("export", "a", "--step", 9, "-o", "w.safetensors", code=2)
+    assert "--step 9: no such checkpoint in a; it has 1" in text
     assert not list(here.glob("w.*"))
 
 
