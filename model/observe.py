@@ -82,7 +82,7 @@ class Observer:
         return line
 
     def save(self) -> None:
-        """With each checkpoint, so that a resume finds both of one step."""
+        """Before each checkpoint, so that a resume from it finds all steps up to it."""
         self.layers.save(pathlib.Path(self.run.path) / LAYERS)
 
 

@@ -303,9 +303,9 @@ def train(trainer: Trainer, run: Run, say: Callable[[str], None], *, resumed: bo
 
     def save() -> None:
         state.losses, state.norms = list(loss_z.values), list(norm_z.values)
+        observer.save()  # first: a resume leaves out steps after its checkpoint, but cannot make up for missing ones
         checkpoint.save(run.checkpoint_path(state.step), state, header(c, trainer.data))
         run.keep_last(c.keep)
-        observer.save()
 
     try:
         since, begun = state.step, time.perf_counter()

@@ -148,6 +148,20 @@ def test_spectral_norms_have_their_own_steps(tmp_path, every, steps):
         assert np.isfinite(Run(folder).layers["spectral/L01/q_heads"]).all()
 
 
+def test_layers_are_written_before_the_checkpoint_that_a_resume_starts_from(tmp_path, monkeypatch):
+    """A kill between the two leaves layers.h5 ahead, of which the steps after the checkpoint are left out."""
+    from cuflash.model import checkpoint
+    folder, save, seen = tmp_path / "x", checkpoint.save, []
+
+    def look(path, state, header):
+        seen.append((state.step, int(Run(folder).layers.steps[-1])))
+        save(path, state, header)
+
+    monkeypatch.setattr(checkpoint, "save", look)
+    run("train", *TINY, "--steps", "6", "--checkpoint-every", "2", "--out", str(folder))
+    assert seen == [(2, 2), (4, 4), (6, 6)]
+
+
 def test_the_dump_of_a_step_that_fails_is_kept(tmp_path):
     folder = tmp_path / "x"
     text = run("train", *TINY, "--steps", "9", "--out", str(folder), "--precision", "all-fp16", "--lr", "1e4",
