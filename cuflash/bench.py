@@ -97,6 +97,18 @@ def own(row: Row, precision: Precision | str, timer: Timer, fix: str = "off") ->
     return forward, timer(lambda: flash_attention_backward(do, saved))
 
 
+def own_both(row: Row, precision: Precision | str, timer: Timer, fix: str = "off") -> float:
+    """Seconds of a forward that keeps what backward needs, and of its backward, as one call."""
+    p = as_precision(precision)
+    q, k, v, do = inputs(row)
+
+    def call() -> None:
+        _, saved = flash_attention_forward(q, k, v, causal=row.causal, precision=p, fix=fix)
+        flash_attention_backward(do, saved)
+
+    return timer(call)
+
+
 def torch_attention(row: Row, backend: str, timer: Timer) -> tuple[float, float]:
     """Seconds of forward and of backward of torch's scaled_dot_product_attention.
 
@@ -111,6 +123,49 @@ def torch_attention(row: Row, backend: str, timer: Timer) -> tuple[float, float]
             forward = timer(call)
         o = call()
         return forward, timer(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
+
+
+def paper_forward(q: Any, k: Any, v: Any, mask: Any, scale: float) -> tuple[Any, Any]:
+    """O and L = m + log l of bf16 torch tensors (…, T, D): algorithm 1 of arXiv 2510.04212 with one tile.
+
+    One torch operation after another, each T×T result in memory, in the dtypes that bf16 autocast gives them:
+    the roundings of precision `bf16`.
+
+    mask: (Tq, Tk), True where a query does not see a key.
+    """
+    s = _paper_scores(q, k, mask, scale)
+    m = s.amax(-1, keepdim=True)
+    p = (s - m).float().exp()
+    l = p.sum(-1, keepdim=True).bfloat16()
+    return (p.bfloat16() @ v) / l, m.float() + l.float().log()
+
+
+def paper_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any,
+                   scale: float) -> tuple[Any, Any, Any]:
+    """dQ, dK and dV after `paper_forward`, likewise (algorithm 2): P again from S and L, δ = rowsum(dO∘O)."""
+    delta = (do * o).float().sum(-1, keepdim=True)
+    p = (_paper_scores(q, k, mask, scale) - lse).exp()
+    dv = p.bfloat16().mT @ do
+    ds = (p * scale * (do @ v.mT - delta)).bfloat16()
+    return ds @ k, ds.mT @ q, dv
+
+
+def _paper_scores(q: Any, k: Any, mask: Any, scale: float) -> Any:
+    return (q @ k.mT * scale).masked_fill(mask, -math.inf)
+
+
+def paper_both(row: Row, timer: Timer) -> float:
+    """Seconds of `paper_forward` and `paper_backward` as one call."""
+    import torch
+    q, k, v, do = (torch.from_dlpack(x) for x in inputs(row))
+    mask = torch.ones(row.seq, row.seq, dtype=torch.bool, device=q.device).triu(1 if row.causal else row.seq)
+    scale = 1 / math.sqrt(row.head_dim)
+
+    def call() -> None:
+        o, lse = paper_forward(q, k, v, mask, scale)
+        paper_backward(do, q, k, v, o, lse, mask, scale)
+
+    return timer(call)
 
 
 def compare(rows: tuple[Row, ...], programs: dict[str, Callable[[Row, Timer], tuple[float, float]]],
