@@ -24,7 +24,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(bench, "Timer", lambda repeats: timer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(bench, "paper_both", lambda row, timer: 11.1e-3)
-    monkeypatch.setattr(bench, "own_both", lambda row, p, timer, fix: {"bf16-paper": 1.48e-3, "bf16-fa2": 1.11e-3}[p.name])
+    seconds = {"bf16-paper": 1.48e-3, "bf16-fa2": 1.11e-3}
+    monkeypatch.setattr(bench, "own_both", lambda row, precision, timer, fix: seconds[precision.name])
     return monkeypatch
 
 
