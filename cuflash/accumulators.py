@@ -113,7 +113,6 @@ def dot_fp32(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float
     Raises:
         ValueError: unknown accumulator, or a tensor core for operands that it cannot take.
     """
-    shape = *np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
     panel = _panel(accumulator, as_format(format_a), as_format(format_b))
     if panel is None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -121,6 +120,7 @@ def dot_fp32(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float
             if c is not None:
                 out += c
         return canonical(out)
+    shape = *np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
     out = np.zeros(shape, np.float32)
     if c is not None:
         out[...] = c

@@ -250,7 +250,7 @@ def _operands(call: Call, g: Index, kv: Index, real: type) -> tuple[np.ndarray, 
 
 
 def _as_real(x: np.ndarray, real: type) -> np.ndarray:
-    return x if x.dtype == np.float64 else x.astype(real)
+    return x if x.dtype == np.float64 else x.astype(real, copy=False)
 
 
 def _recomputed_o(call: Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, rnd: Rounder) -> np.ndarray:

@@ -21,7 +21,7 @@ from cuflash.formats import Format, format_named
 Array = NDArray[np.float32]
 Kernel = Callable[[Array, Array], None]  # (a block of x, its results)
 
-_BLOCK = 1 << 14  # elements at once: five fp32 temporaries of a block stay in the L2 cache
+_BLOCK = 1 << 15  # elements at once: the temporaries of a block (three of fp64) stay in the L2 cache
 
 
 # ---- constants, equal to those of cuda/functions.cuh (a test compares them) ----------------------

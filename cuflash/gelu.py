@@ -54,7 +54,13 @@ def _apply(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, x_format
     if x_format not in STORAGE or x.dtype == np.float64:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # x·x may overflow: φ is 0 there
             return function(x)
-    return np.take(_table(function, x_format), x.astype(STORAGE[x_format]).view(np.uint16), mode="wrap")
+    table = _table(function, x_format)
+    index = np.empty(x.shape, np.intp)
+    if x_format == "bf16":
+        np.right_shift(x.view(np.uint32), np.uint32(16), out=index)
+    else:
+        index[...] = x.astype(STORAGE[x_format]).view(np.uint16)
+    return np.take(table, index, mode="wrap")
 
 
 @functools.cache

@@ -43,9 +43,10 @@ def row_sum(x: np.ndarray) -> np.ndarray:
     width = FOUR * threads
     y = _padded(x, width, axis=-1)
     y = y.reshape(-1, y.shape[-1] // width, width)
-    sums = np.ascontiguousarray(y[:, 0].T) + 0 if y.shape[1] == 1 else np.ascontiguousarray(_ascending(y).T)
-    s0, s1, s2, s3 = sums.reshape(threads, FOUR, -1).swapaxes(0, 1)
-    fours = (s0 + s1) + (s2 + s3)
+    sums = y[:, 0] if y.shape[1] == 1 else _ascending(y)
+    twos = sums[:, ::2] + sums[:, 1::2]
+    fours = np.ascontiguousarray((twos[:, ::2] + twos[:, 1::2]).T)
+    fours += 0  # as if every sum had started from +0
     if threads > WARP:
         fours = _joined(fours.reshape(threads // WARP, WARP, -1).swapaxes(0, 1))
     return _joined(fours).reshape(x.shape[:-1])

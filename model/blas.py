@@ -1,15 +1,15 @@
 """How many threads BLAS uses: one where matrices are small.
 
 Threads of OpenBLAS wait for each other by spinning. With small matrices that gains little where the
-cores are idle (nano: 21 ms a step with two threads, 25 with one) and loses much where they are not
-(200 ms).
+cores are idle (nano: 21 ms a step with two threads, 25 with one; mini: 2.1 s, 2.2) and loses much where
+they are not (nano 200 ms; mini 4 to 32 s).
 """
 import ctypes
 import os
 
 import numpy as np
 
-SMALL = 128  # width of the model
+SMALL = 192  # width of the model
 # Of NumPy's own wheels, then of other builds.
 _NAMES = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads", "openblas_{}_num_threads64_",
           "openblas_{}_num_threads")

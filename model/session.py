@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import NUMERICS_VERSION, __version__, kernels
-from cuflash.model import blas, checkpoint, fork, weights
+from cuflash.model import blas, checkpoint, fork, memory, weights
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import device_name, refusal, use_gpu
@@ -141,7 +141,7 @@ def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
 
     Its first checkpoint is what it forks or is initialised from.
     """
-    blas.one_thread_if_small(config.n_embd)
+    _prepare(config)
     data = _data(config)
     state, notes = None, []
     if config.fork:
@@ -190,7 +190,7 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
     found = folder.checkpoints()
     if found and found[-1][0] >= wanted.steps:
         raise ValueError(f"--resume: the run has its {found[-1][0]} steps already; a larger --steps goes on")
-    blas.one_thread_if_small(wanted.n_embd)
+    _prepare(wanted)
     return Session(
         folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"])
     )
@@ -226,7 +226,7 @@ def device(c: TrainConfig) -> str:
 
 def dry_run(c: TrainConfig) -> list[str]:
     """What a run would take: time and memory by steps of one and of some samples, measured and carried on."""
-    blas.one_thread_if_small(c.n_embd)
+    _prepare(c)
     data = _data(c)
     gpt, samples = c.gpt(), c.batch_size * c.grad_accum
     flops = gpt.flops_per_token() * c.block_size
@@ -285,6 +285,13 @@ def _peak(trainer: Trainer) -> int:
     tracemalloc.stop()
     state = trainer.state
     return peak + sum(x.nbytes for part in (state.params, state.m, state.v) for x in part.values())
+
+
+def _prepare(c: TrainConfig) -> None:
+    """Sets up the process for steps on a CPU."""
+    if not use_gpu(c):
+        memory.keep_freed()
+    blas.one_thread_if_small(c.n_embd)
 
 
 def _data(c: TrainConfig) -> Data:
