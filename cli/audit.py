@@ -30,7 +30,7 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 
 
 @click.command()
-@click.argument("source", metavar="FILE|RUN", required=False, type=click.Path(exists=True))
+@click.argument("source", metavar="FILE|RUN", required=False)
 @click.option("--precision", "precisions", multiple=True, metavar="NAME|TOML",
               help="What to audit; repeatable.  [default: bf16 and bf16-fa2; of a run its own]")
 @click.option(
@@ -51,7 +51,7 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
               help="The layer of a FILE's capture, for roundings scoped to layers.")
 @click.option("--layers", metavar="LIST", help="Of a RUN: only these layers.")
 @click.option("--step", type=click.IntRange(min=0), help="Of a RUN: the checkpoint.  [default: the last]")
-@click.option("--data", help="Of a RUN: another text for the batch.")
+@click.option("--data", help="Of a RUN: another text for the batch; a file needs one.")
 @click.option(
     "--cures/--no-cures", default=True, help="Try what removes the bias of delta (most of the time)."
 )
@@ -65,13 +65,14 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
 
     FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
-    (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder or a checkpoint:
-    what its attention takes in training's next pass is audited, layer by layer. It needs no GPU.
+    (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder, RUN@STEP, a checkpoint,
+    or GPT-2's weights as safetensors: what its attention takes in training's next pass is audited, layer by
+    layer. It needs no GPU.
 
     \b
     cuflash audit qkv.safetensors --causal
     cuflash audit qkv.npz --layout bthd --heads 0,6-8 --precision bf16 --set delta_from=p_dp
-    cuflash audit runs/nano-bf16-off --layers 1 --json audit.json -o errors.h5
+    cuflash audit runs/nano-bf16-off@800 --layers 1 --json audit.json -o errors.h5
     cuflash audit --monte-carlo --json bias.json
     """
     if options["monte_carlo"]:
@@ -99,12 +100,22 @@ class _Work:
 
 
 def _is_run(source: str) -> bool:
-    """Whether it is a run folder or a checkpoint."""
+    """Whether it is a run folder, RUN@STEP, a checkpoint or a model's weights.
+
+    Raises:
+        ValueError: there is no such file, folder or step.
+    """
+    from cuflash.model.run import checkpoint_of
+    from cuflash.model.weights import is_gpt2
     if os.path.isdir(source):
         return True
+    if not os.path.exists(source):
+        if "@" not in source:
+            raise ValueError(f"{source} does not exist")
+        return checkpoint_of(source).is_file()
     import h5py
     if not h5py.is_hdf5(source):
-        return False
+        return source.endswith(".safetensors") and is_gpt2(source)
     with h5py.File(source, "r") as f:
         return str(f.attrs.get("format", "")).startswith("cuflash checkpoint")
 

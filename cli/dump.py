@@ -1,4 +1,4 @@
-"""`cuflash dump`: every chosen intermediate of one forward and backward pass of a checkpoint."""
+"""`cuflash dump`: every chosen intermediate of one forward and backward pass of a model."""
 import click
 
 from cuflash.cli.main import user_errors
@@ -7,13 +7,13 @@ from cuflash.cli.outputs import OUT_FILE
 
 
 @click.command()
-@click.argument("run", metavar="RUN|CHECKPOINT")
+@click.argument("run", metavar="RUN|WEIGHTS")
 @click.option("--step", type=click.IntRange(min=0),
               help="Checkpoint of this step; the pass is that of the next.  [default: the last]")
 @click.option("--data", help="Text or tokens, as for train.  [default: the run's]")
 @click.option("--data-seed", type=click.IntRange(min=0), help="Of the batch.  [default: the run's]")
 @click.option("--batch-size", type=click.IntRange(min=1),
-              help="Samples of the pass.  [default: the run's; of a checkpoint file 1]")
+              help="Samples of the pass.  [default: the run's; of a file 1]")
 @click.option("--sites", default="attn", show_default=True,
               help="all, or names and prefixes with commas between: attn.p, attn, fwd/attn.s, c_fc/linear.y.")
 @click.option("--layers", metavar="LIST", help="Only these layers, as 0,2-3.")
@@ -30,10 +30,12 @@ from cuflash.cli.outputs import OUT_FILE
               help="The HDF5 file, replaced if it exists.")
 def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None,
          sites: str, layers: str | None, heads: str | None, batch: str | None, rows: str | None,
-         precision: str | None, rounds: tuple[str,
-                                              ...], settings: tuple[str,
-                                                                    ...], fix: str | None, out: str) -> None:
+         precision: str | None, rounds: tuple[str, ...], settings: tuple[str, ...], fix: str | None,
+         out: str) -> None:
     """Every chosen intermediate of one forward and backward pass, in its true bits.
+
+    Of RUN (a run folder, RUN@STEP, a checkpoint) or WEIGHTS (GPT-2 as FILE.safetensors, in precision bf16-fa2
+    unless another is named). A checkpoint or WEIGHTS by themselves need --data.
 
     The pass is the one that training would do next: the weights of the checkpoint, the batch of the step
     after it. Another precision computes that pass from the same weights and batch otherwise, for `diff`.
@@ -41,7 +43,8 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
     \b
     cuflash dump runs/nano-bf16-off -o bf16.h5
     cuflash dump runs/nano-bf16-off --precision fp32 -o fp32.h5
-    cuflash dump runs/nano-bf16-off --step 800 --sites attn.s,attn.p --layers 1 --rows 0-63 -o p.h5
+    cuflash dump runs/nano-bf16-off@800 --sites attn.s,attn.p --layers 1 --rows 0-63 -o p.h5
+    cuflash dump gpt2.safetensors --data val.bin --sites attn.delta -o delta.h5
     """
     from cuflash.dump import Selection, read, recording
     from cuflash.errors import ranges

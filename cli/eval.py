@@ -1,7 +1,6 @@
 """`cuflash eval`."""
 import contextlib
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
@@ -45,7 +44,7 @@ def eval(run: str, step: int | None, data: str | None, split: str, blocks: int |
     from cuflash.model.evaluate import SPLITS, evaluate
     from cuflash.model.evaluate import blocks as blocks_of
     from cuflash.model.gpu import placed
-    from cuflash.model.run import Run
+    from cuflash.model.run import run_of
     from cuflash.model.sample import load_model
     from cuflash.precision import as_precision
 
@@ -53,9 +52,8 @@ def eval(run: str, step: int | None, data: str | None, split: str, blocks: int |
         if split not in SPLITS:
             raise unknown("--split", split, SPLITS)
         model, header, at = load_model(run, step)
-        folder = pathlib.Path(run if pathlib.Path(run).exists() else run.rpartition("@")[0])
-        if folder.is_dir():
-            config = resolve(Run(folder).config["train"])
+        if folder := run_of(run):
+            config = resolve(folder.config["train"])
             data, batch_size = data or config.data, batch_size or config.batch_size
         if data is None:
             raise ValueError(f"RUN {run}: is no run folder, so it says nothing of data: name some with --data")

@@ -12,7 +12,7 @@ from cuflash.model.checkpoint import Header
 from cuflash.model.config import resolve
 from cuflash.model.data import batch, load
 from cuflash.model.gpt import GPT, Params
-from cuflash.model.run import Run
+from cuflash.model.run import run_of
 from cuflash.model.sample import load_model
 from cuflash.philox import Key
 from cuflash.precision import as_precision
@@ -49,10 +49,11 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
              data_seed: int | None = None, batch_size: int | None = None,
              samples: Sequence[int] | None = None, precision: str | None = None, rounds: Sequence[str] = (),
              settings: Sequence[str] = (), fix: Fix | str | None = None) -> Pass:
-    """The pass of a run's checkpoint, or of a checkpoint file.
+    """The pass of a run's checkpoint, or of a file: a checkpoint, or GPT-2's weights as safetensors, which count as
+    step 0 and are computed in bf16-fa2 unless `precision` is given.
 
     Args:
-        path: a run folder, or a checkpoint file (then `data` is needed).
+        path: a run folder, RUN@STEP, or a file (then `data` is needed).
         step: of the checkpoint; default the last.
         data, data_seed, batch_size: instead of the run's; batch_size is 1 for a file.
         samples: only samples up to the largest of these are computed; their numbers, and so their bits, stay.
@@ -61,18 +62,16 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
     Raises:
         ValueError: for any of these that is not valid, and for a damaged checkpoint.
     """
-    path = pathlib.Path(path)
     model, header, at = load_model(path, step)
     seed = header.seed
-    if path.is_dir():
-        config = resolve(Run(path).config["train"])
+    if step is not None and step != at:
+        raise ValueError(f"--step {step}: {path} is of step {at}")
+    if run := run_of(path):
+        config = resolve(run.config["train"])
         data, data_seed = data or config.data, config.data_seed if data_seed is None else data_seed
         batch_size = batch_size or config.batch_size
-    elif step is not None and step != at:
-        raise ValueError(f"--step {step}: {path} is the checkpoint of step {at}")
     if data is None:
-        raise ValueError(
-            f"{path} is a checkpoint and no run, so it says nothing of data: name one with --data")
+        raise ValueError(f"{path} is a file and no run, so it says nothing of data: name some with --data")
     size = batch_size or 1
     if samples is not None:
         outside = [s for s in samples if not 0 <= s < size]

@@ -188,6 +188,12 @@ def checkpoint_of(source: str | os.PathLike[str], argument: str = "RUN",
     return found[max(found) if step is None else step]
 
 
+def run_of(source: str | os.PathLike[str]) -> Run | None:
+    """The run that RUN or RUN@STEP names; None for a file (a checkpoint, weights)."""
+    folder = str(source) if os.path.exists(source) else str(source).rpartition("@")[0]
+    return Run(folder) if os.path.isdir(folder) else None
+
+
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
     """Calls write(partial), flushes that file to the disk and renames it to path.
 

@@ -66,6 +66,11 @@ def read(path: str | pathlib.Path) -> tuple[GPTConfig, Params]:
     return config, params
 
 
+def is_gpt2(path: str | pathlib.Path) -> bool:
+    """Whether a safetensors file holds a GPT-2's weights, by its names; a ValueError where it is none or damaged."""
+    return "wte.weight" in {name.removeprefix(PREFIX) for name in safetensors_names(path)[0]}
+
+
 def write(path: str | pathlib.Path, config: GPTConfig, params: Params) -> None:
     """Writes weights as fp32 (those of an fp64 run to nearest). Biases that the model does not have are zeros,
     as GPT-2 has them all.

@@ -79,6 +79,42 @@ def test_errors_of_o_and_delta_against_direct_computation(trained, tmp_path):
     assert np.array_equal(m.do, wide[3])
 
 
+def test_a_step_of_a_run_and_weights(trained, tmp_path):
+    assert "in step 3, 2 samples" in run("audit", f"{trained}@2", "--layers", "0", "--no-cures")
+    assert "@1: no such checkpoint" in run("audit", f"{trained}@1", code=2)
+    assert "--step 1: " in run("audit", f"{trained}@2", "--step", "1", code=2)
+    weights = tmp_path / "w.safetensors"
+    run("export", str(trained), "-o", str(weights))
+    assert "name some with --data" in run("audit", str(weights), code=2)
+    text = run("audit", str(weights), "--data", "synthetic:words,size=20000", "--layers", "1", "--no-cures")
+    assert "in step 1, 1 samples" in text and "bf16-fa2" in text
+
+
+def test_dump_of_a_step_and_of_weights(trained, tmp_path):
+    out, same = tmp_path / "x.h5", tmp_path / "y.h5"
+    for source, file in ((trained, out), (f"{trained}@2", same)):
+        run("dump", str(source), "-o", str(file))
+    assert run("diff", str(out), str(same))
+    assert "@7: no such checkpoint" in run("dump", f"{trained}@7", "-o", str(out), code=2)
+    assert "--step 1: " in run("dump", f"{trained}@2", "--step", "1", "-o", str(out), code=2)
+
+    weights, data = tmp_path / "w.safetensors", "synthetic:words,size=20000"
+    run("export", str(trained), "-o", str(weights))
+    assert "w.safetensors is a file and no run" in run("dump", str(weights), "-o", str(out), code=2)
+    assert f"--step 2: {weights} is of step 0" in run("dump", str(weights), "--step", "2", "--data", data, "-o",
+                                                      str(out), code=2)
+    text = run("dump", str(weights), "--data", data, "--batch-size", "2", "-o", str(out))
+    assert "of step 1 under bf16-fa2" in text
+    # The run's weights on the batch that its file would be given: the same bits
+    p, q = one_pass(weights, data=data, batch_size=2), one_pass(trained, precision="bf16-fa2")
+    q.x, q.y, q.key = p.x, p.y, p.key
+    with recording(same):
+        q.run()
+    assert p.model.config.n_layer == 2 and p.x.shape == (2, 16)
+    mine, theirs = read(out), read(same)
+    assert list(mine) == list(theirs) and all(mine[n].tobytes() == theirs[n].tobytes() for n in mine)
+
+
 @pytest.mark.parametrize("arguments, message", [
     (("--layers", "2"), "--layers 2: the model has layers 0 to 1"),
     (("--causal", ), "are for a file of arrays"),
