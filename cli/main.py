@@ -26,6 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+# Options that make a command need less memory.
+LESS_MEMORY = {
+    "--batch-size": "a smaller --batch-size",
+    "--grad-accum": "with as much more --grad-accum it trains the same",
+    "--block-size": "a shorter --block-size",
+    "--dry-run": "--dry-run says what a step takes",
+}
+
 INTERRUPTED = 130  # exit code after Ctrl-C, as a shell gives it
 
 # What click 8.2 raises to show the help of a group that is called without a command.
@@ -51,7 +59,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """A mistake in a command's arguments is one line, as every other one is; Ctrl-C is none."""
+        """A mistake in a command's arguments is one line, and so is too little memory; Ctrl-C is no mistake."""
         try:
             return super().invoke(ctx)
         except _HELP:
@@ -59,9 +67,19 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt as e:
             click.echo(err=True)
             raise click.exceptions.Exit(INTERRUPTED) from e
+        except MemoryError as e:
+            from cuflash.model.memory import shortage
+            raise UserError(shortage(e) + self._with_less(ctx)) from e
         except click.UsageError as e:
             command = e.ctx.command_path if e.ctx else ctx.command_path
             raise UserError(f"{' '.join(e.format_message().split()).rstrip('.')} (see {command} --help)") from e
+
+    def _with_less(self, ctx: click.Context) -> str:
+        """What makes the command that was called need less memory, of the options that it has."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        has = {name for parameter in command.params for name in parameter.opts} if command else set()
+        ways = [text for name, text in LESS_MEMORY.items() if name in has]
+        return "; try " + ", ".join(ways) if ways else ""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from cuflash import NUMERICS_VERSION, __version__, kernels
-from cuflash.model import blas, checkpoint, fork, memory, weights
+from cuflash.model import blas, checkpoint, fork, weights
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import device_name, refusal, use_gpu
+from cuflash.model.memory import in_bytes, keep_freed
 from cuflash.model.run import CONFIG, Run, next_free
 from cuflash.model.sample import decode, encode, generate, printable
 from cuflash.model.train import NonFinite, Trainer, header, train
@@ -240,7 +241,7 @@ def dry_run(c: TrainConfig) -> list[str]:
     return [
         *heading(c, data),
         f"parameters {gpt.n_params():,}",
-        f"memory about {_bytes(memory)}, of it weights, gradients and moments {_bytes(kept)}",
+        f"memory about {in_bytes(memory)}, of it weights, gradients and moments {in_bytes(kept)}",
         f"FLOPs {flops * samples:.3g} a step of {samples * c.block_size:,} tokens, "
         f"{flops * samples * c.steps:.3g} in all",
         f"time about {_seconds(step_seconds)} a step, {_seconds(step_seconds * c.steps)} in all",
@@ -258,10 +259,6 @@ def _measured(c: TrainConfig, data: Data, samples: int) -> tuple[int, float]:
         trainer.settled(trainer.step())
         seconds = time.perf_counter() - begun
     return peak, seconds
-
-
-def _bytes(n: float) -> str:
-    return f"{n / 2**30:.3g} GiB" if n >= 2**30 else f"{n / 2**20:.3g} MiB"
 
 
 def _seconds(s: float) -> str:
@@ -290,7 +287,7 @@ def _peak(trainer: Trainer) -> int:
 def _prepare(c: TrainConfig) -> None:
     """Sets up the process for steps on a CPU."""
     if not use_gpu(c):
-        memory.keep_freed()
+        keep_freed()
     blas.one_thread_if_small(c.n_embd)
 
 

@@ -2,9 +2,13 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from cuflash.cli.main import main
 from cuflash.model import memory
 
 FAULTS = """
@@ -40,3 +44,44 @@ def test_freed_memory_is_not_fetched_again():
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     assert not memory.keep_freed()
+
+
+def out_of_memory(message: str) -> MemoryError:
+    """As CuPy raises it."""
+    return type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory"})(message)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """3 GiB free of 80."""
+    runtime = SimpleNamespace(memGetInfo=lambda: (3 << 30, 80 << 30))
+    monkeypatch.setattr("cuflash.kernels.import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+
+
+def test_the_message_is_that_of_cupy():
+    cupy_memory = pytest.importorskip("cupy.cuda.memory", reason="CuPy is not installed")
+    assert str(cupy_memory.OutOfMemoryError(2048, 1 << 30)).startswith(
+        "Out of memory allocating 2,048 bytes (allocated so far: 1,073,741,824 bytes")
+    assert cupy_memory.OutOfMemoryError.__module__.startswith("cupy")
+
+
+@pytest.mark.parametrize("where", ["init_params", "Trainer.step"])  # before and after the run has begun
+def test_too_little_gpu_memory_in_training_is_one_line(gpu, monkeypatch, tmp_path, where):
+    def fail(*_: object) -> None:
+        raise out_of_memory("Out of memory allocating 5,368,709,120 bytes (allocated so far: 80,530,636,800 bytes).")
+    monkeypatch.setattr(f"cuflash.model.train.{where}", fail)
+    found = CliRunner().invoke(main, ["train", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "r")])
+    assert found.exit_code == 2
+    assert found.stderr == (
+        "Error: too little GPU memory: 5 GiB more needed beside the 75 GiB that this process has; the GPU has 3 GiB "
+        "free of 80 GiB; try a smaller --batch-size, with as much more --grad-accum it trains the same, a shorter "
+        "--block-size, --dry-run says what a step takes\n")
+
+
+def test_too_little_memory_of_the_host(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        np.empty(1 << 60, np.float32)
+    monkeypatch.setattr("cuflash.model.sample.load_model", fail)
+    found = CliRunner().invoke(main, ["sample", "r"])
+    assert found.exit_code == 2 and found.stderr.startswith("Error: too little memory: Unable to allocate 4.00 EiB")
+    assert "--batch-size" not in found.stderr

@@ -5,6 +5,7 @@ import pytest
 
 from cuflash import __version__
 from cuflash.model import session
+from cuflash.model.memory import in_bytes
 
 
 def test_a_config_files_mistakes_name_the_file(tmp_path):
@@ -22,7 +23,7 @@ def test_a_config_files_mistakes_name_the_file(tmp_path):
 
 
 def test_units_follow_the_size():
-    assert [session._bytes(n) for n in (3 << 20, 512 << 20, 3 << 30)] == ["3 MiB", "512 MiB", "3 GiB"]
+    assert [in_bytes(n) for n in (3 << 20, 512 << 20, 3 << 30)] == ["3 MiB", "512 MiB", "3 GiB"]
     assert [session._seconds(s) for s in (0.0035, 0.5, 36.2, 150, 4e4, 4e5)] == [
         "3.5 ms", "500 ms", "36 s", "2.5 min", "11 h", "4.6 days"]
 
