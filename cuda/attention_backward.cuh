@@ -135,7 +135,7 @@ inline float score_gradient(float p, float dp, float delta, const Args& args, co
 // Two values rounded at a site and packed as an operand: one instruction where the formats are the same.
 template <class S, Operand F>
 inline unsigned rnd_two(float x, float y, const At& at_x, const At& at_y) {
-    if constexpr ((F == Operand::bf16 && S::is_bf16_rne) || (F == Operand::fp16 && S::is_fp16_rne))
+    if constexpr (!tapped && S::template is_operand<F>)
         return pack<F>(x, y);
     else
         return pack<F>(rnd<S>(x, at_x), rnd<S>(y, at_y));

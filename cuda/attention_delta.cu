@@ -58,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(Array<const vo
     for (int distance = 4; distance; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (lane) return;
 
+    delta = row < args.tq ? rnd<attn_delta>(delta, place.at(args)(row)) : 0.f;
     const long long padded = place.pair * args.padded_rows + row,
                     at_row = (long long)place.pair * args.tq + row;
     if (row >= args.tq || lse[at_row] == -__int_as_float(0x7F800000)) {
@@ -74,5 +75,5 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(Array<const vo
         base = order_fa2 ? lse[at_row] * functions::LOG2E : lse[at_row];
     }
     if (base != base) base = __int_as_float(0x7FFFFFFF);  // never the mark of an empty row
-    args.rows[padded] = {base, rnd<attn_delta>(delta, place.at(args)(row))};
+    args.rows[padded] = {base, delta};
 }

@@ -234,7 +234,7 @@ struct Rows {
             }
         }
         const At here = at(row(r));
-        return rnd<attn_m>(functions::max_nan(m[r], rnd<attn_m>(m_tile, here)), here);
+        return rnd<attn_m, 1>(functions::max_nan(m[r], rnd<attn_m>(m_tile, here)), here);
     }
 
     // Moves a row to its new maximum: l is scaled (under `fa2`, by its next addition), alpha is for O.
@@ -312,7 +312,7 @@ struct Rows {
 
     // O, scaled by alpha, and the tile's product. A −0, which a tensor core never gives, becomes +0.
     __forceinline__ float joined(float o, float alpha, float pv, const At& here) const {
-        if constexpr (order_fa2 && attn_o_acc::is_fp32 && !product_pv::sequential) return pv;
+        if constexpr (order_fa2 && attn_o_acc::is_fp32 && !product_pv::sequential && !tapped) return pv;
         else if constexpr (order_fa2) return rnd<attn_o_acc>(pv, here) + 0.f;
         else return rnd<attn_o_acc>(rnd<attn_o_scaled>(alpha * o, here) + rnd<attn_pv>(pv, here), here) + 0.f;
     }

@@ -71,6 +71,12 @@ __device__ __forceinline__ float round_to(float x, unsigned word = 0) {
         return y;
     }
 #endif
+    if constexpr (is_rne<Mode> && E == 8) {  // the range is fp32's: a carry moves into the exponent, up to Inf
+        constexpr unsigned unit = 1u << (23 - M);
+        const unsigned bits = __float_as_uint(x);
+        const unsigned y = (bits + (unit / 2 - 1) + (bits / unit & 1)) & ~(unit - 1);
+        return (bits & 0x7FFFFFFFu) > 0x7F800000u ? x : __uint_as_float(y);
+    }
 
     constexpr int bias = (1 << (E - 1)) - 1, emin = 1 - bias, emax = bias + saturates;
     constexpr int drop = 23 - M;                                   // mantissa bits that a normal number loses

@@ -69,30 +69,11 @@ inline void store4(T* x, long long i, long long size, float4 v) {
 
 // ---- rounding
 
-template <class S>
-constexpr bool is_keyed = false;
-template <int E, int M, class Rule, bool saturates, unsigned id, bool per_tile>
-constexpr bool is_keyed<Site<E, M, Rule, saturates, id, per_tile>> = Rule::needs_key;
-
-// A call where words are drawn: inlined it would be a hundred instructions for each element of a thread.
-template <class S>
-__noinline__ float rnd_call(float x, At at) {
-    return rnd<S>(x, at);
-}
-
-template <class S>
-inline float rnd_one(float x, const At& at) {
-    if constexpr (is_keyed<S>)
-        return rnd_call<S>(x, at);
-    else
-        return rnd<S>(x, at);
-}
-
 // Four neighbours of a row.
 template <class S>
 inline float4 rnd4(float4 x, const At& at) {
-    return make_float4(rnd_one<S>(x.x, at), rnd_one<S>(x.y, at(at.row, at.col + 1)),
-                       rnd_one<S>(x.z, at(at.row, at.col + 2)), rnd_one<S>(x.w, at(at.row, at.col + 3)));
+    return make_float4(rnd<S>(x.x, at), rnd<S>(x.y, at(at.row, at.col + 1)),
+                       rnd<S>(x.z, at(at.row, at.col + 2)), rnd<S>(x.w, at(at.row, at.col + 3)));
 }
 
 // Elements i … i + 3 of an array, whose rows may end between them.
@@ -101,8 +82,8 @@ inline float4 rnd4(float4 x, const Place& place, int site, long long i) {
     const auto at = [&](int j) {
         return place.at(site, (i + j) / place.columns, int((i + j) % place.columns));
     };
-    return make_float4(rnd_one<S>(x.x, at(0)), rnd_one<S>(x.y, at(1)), rnd_one<S>(x.z, at(2)),
-                       rnd_one<S>(x.w, at(3)));
+    return make_float4(rnd<S>(x.x, at(0)), rnd<S>(x.y, at(1)), rnd<S>(x.z, at(2)),
+                       rnd<S>(x.w, at(3)));
 }
 
 // ---- arithmetic

@@ -6,6 +6,7 @@
 #include "formats.cuh"
 #include "mma.cuh"
 #include "philox.cuh"
+#include "taps.cuh"
 
 // Where a value lies, for modes that draw random words. A site that draws none leaves all of it unused.
 struct At {
@@ -20,22 +21,46 @@ struct At {
     }
 };
 
+// A call: inlined, the general rounding is up to a hundred instructions for each element of a thread, and
+// compilation takes a minute.
+template <int E, int M, class Rule, bool saturates>
+__noinline__ float round_call(float x) {
+    return round_to<E, M, Rule, saturates>(x);
+}
+
+template <int E, int M, class Rule, bool saturates>
+__noinline__ float round_keyed_call(float x, uint2 key, unsigned row, unsigned col, unsigned tile) {
+    return round_to<E, M, Rule, saturates>(x, random_word(key, row, col, tile));
+}
+
+// The compiler asks once for all elements of a site.
+__noinline__ uint2 subkey_call(uint2 seed, unsigned step, unsigned sample, unsigned layer, unsigned head, unsigned id) {
+    return subkey(seed, step, sample, layer, head, id);
+}
+
 // per_tile: the numeric tile is part of the place (not so for values of a query and a key, whose words must
 // not depend on tiles, as backward recomputes them under others).
 template <int E, int M, class Rule, bool saturates, unsigned id, bool per_tile>
 struct Site {
+    static constexpr unsigned number = id;
     static constexpr bool is_fp32 = E == 8 && M == 23;
     static constexpr bool is_bf16_rne = E == 8 && M == 7 && is_rne<Rule>;
     static constexpr bool is_fp16_rne = E == 5 && M == 10 && is_rne<Rule>;
+    static constexpr bool is_short = is_fp32 || E == 8 && is_rne<Rule> || is_fp16_rne;  // a few instructions
 
     static float round(float x, const At& at) {
         if constexpr (is_bf16_rne) return round_bf16(x);
-        unsigned word = 0;
-        if constexpr (Rule::needs_key && !is_fp32)
-            word = random_word(subkey(at.seed, at.step, at.sample, at.layer, at.head, id), at.row, at.col,
-                               per_tile ? at.tile : 0);
-        return round_to<E, M, Rule, saturates>(x, word);
+        else if constexpr (is_short) return round_to<E, M, Rule, saturates>(x);
+        else if constexpr (Rule::needs_key)
+            return round_keyed_call<E, M, Rule, saturates>(
+                x, subkey_call(at.seed, at.step, at.sample, at.layer, at.head, id), at.row, at.col,
+                per_tile ? at.tile : 0);
+        else return round_call<E, M, Rule, saturates>(x);
     }
+
+    // Whether packing as this operand is the rounding.
+    template <Operand F>
+    static constexpr bool is_operand = F == Operand::bf16 && is_bf16_rne || F == Operand::fp16 && is_fp16_rne;
 
     // A pair's high half, beside zero, is the rounded value as fp32: one instruction at four times the rate of
     // cvt.rn.bf16.f32, and nothing to shift.
@@ -46,7 +71,7 @@ struct Site {
     }
 
     // To nearest whatever the site's mode: for thresholds compared with its values.
-    static float nearest(float x) { return round_to<E, M, mode_rne, saturates>(x); }
+    static float nearest(float x) { return Site<E, M, mode_rne, saturates, id, per_tile>::round(x, At{}); }
 
     // Whether this site leaves values of another as they are.
     template <class Other>
@@ -55,9 +80,14 @@ struct Site {
     static constexpr bool same_format = E == E2 && M == M2 && saturates == saturates2;
 };
 
-template <class S>
+// time: which of several roundings of the same place, for taps.
+template <class S, unsigned time = 0>
 float rnd(float x, const At& at) {
-    return S::round(x, at);
+    const float y = S::round(x, at);
+#ifdef TAPS
+    tap(taps[S::number], x, y, at.sample, at.head, at.row, at.col, at.tile, time);
+#endif
+    return y;
 }
 
 // One line of precision.cuh each.
@@ -101,7 +131,7 @@ float2 unpack(unsigned pair) {
 // Two neighbours of a row, rounded at a site and packed: one instruction where the formats are the same.
 template <class S, Operand F>
 unsigned rnd_pack(float low, float high, const At& at) {
-    if constexpr ((F == Operand::bf16 && S::is_bf16_rne) || (F == Operand::fp16 && S::is_fp16_rne))
+    if constexpr (!tapped && S::template is_operand<F>)
         return pack<F>(low, high);
     else
         return pack<F>(rnd<S>(low, at), rnd<S>(high, at(at.row, at.col + 1)));

@@ -33,6 +33,7 @@ from cuflash.philox import Key
 from cuflash.precision import Precision, as_precision
 from cuflash.site_table import SITES
 from cuflash.sites import Rounder, Watch
+from cuflash.taps import launches
 from cuflash.watching import watched
 
 STATS = ("ties", "changed", "capped")  # what saved.stats counts, in rows
@@ -313,8 +314,6 @@ def _forward_cuda(call: Call, q: Any, k: Any, v: Any, out: Any, key: Key | None,
                   counts: bool) -> tuple[Any, Saved]:
     cupy = sys.modules["cupy"]
     p = call.precision
-    if watch is not None:
-        raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
         check_out(out, q, dtype, (q, k, v))
@@ -327,16 +326,21 @@ def _forward_cuda(call: Call, q: Any, k: Any, v: Any, out: Any, key: Key | None,
         m, l = (cupy.empty(rows, np.float32) if p.p_bwd_from == "m_l" else None for _ in range(2))
         o_unrounded = cupy.empty(q.shape, np.float32) if p.delta_from == "o_unrounded" else None
         stats = cupy.zeros(3, np.int64) if counts else None
-        inputs = map(_rows_contiguous, (call.q, call.k, call.v))
-        if o.size:
-            attention_forward.launch(*inputs, heads_first(o, call.layout), lse, m, l,
-                                     None if o_unrounded is None else heads_first(o_unrounded, call.layout),
-                                     stats, p, call.fix, call.shape, call.scale, call.key)
+        arrays = [_rows_contiguous(x) for x in (call.q, call.k, call.v)]
+        arrays += [heads_first(o, call.layout), *(_by_head(x, call) for x in (lse, m, l)),
+                   None if o_unrounded is None else heads_first(o_unrounded, call.layout)]
+        for some, now, taps in launches(call, "fwd", watch, arrays) if o.size else ():
+            attention_forward.launch(*some, stats, p, call.fix, call.shape, call.scale, now, taps)
         if out is not None and not direct:
             out[...] = o
             o = out
     return o, Saved(q, k, v, o, lse, precision=p, fix=call.fix, causal=call.shape.causal, scale=call.scale,
                     layout=call.layout, key=key, m=m, l=l, o_unrounded=o_unrounded, stats=stats)
+
+
+def _by_head(rows: Any, call: Call) -> Any:
+    """(batch, heads, Tq) of a value for each row, None of None."""
+    return rows if rows is None else rows.reshape(call.q.shape[:3])
 
 
 def _rows_contiguous(x: Any) -> Any:
@@ -347,8 +351,6 @@ def _backward_cuda(call: Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] 
                    watch: Watch | None) -> tuple[Any, Any, Any]:
     cupy = sys.modules["cupy"]
     p = call.precision
-    if watch is not None:
-        raise ValueError("watch sees values of NumPy arrays only: kernels keep theirs in registers")
     with saved.q.device:
         dtypes = [_result_dtype(call, "bwd", site) for site in ("attn.dq", "attn.dk", "attn.dv")]
         wanted = out or (None,) * 3
@@ -360,10 +362,11 @@ def _backward_cuda(call: Call, do: Any, saved: Saved, out: tuple[Any, Any, Any] 
             o = _recomputed_o_cuda(call, *inputs[1:])
         else:
             o = heads_first(saved.o_unrounded if p.delta_from == "o_unrounded" else saved.o, call.layout)
-        rows = (x if x is None else cupy.ascontiguousarray(x, np.float32) for x in (saved.lse, saved.m, saved.l))
-        attention_backward.launch_backward(*inputs, _rows_contiguous(o), *rows,
-                                           *(heads_first(x, call.layout) for x in results),
-                                           p, call.shape, call.scale, call.key)
+        rows = [_by_head(x if x is None else cupy.ascontiguousarray(x, np.float32), call)
+                for x in (saved.lse, saved.m, saved.l)]
+        arrays = [*inputs, _rows_contiguous(o), *rows, *(heads_first(x, call.layout) for x in results)]
+        for some, now, taps in launches(call, "bwd", watch, arrays):
+            attention_backward.launch_backward(*some, p, call.shape, call.scale, now, taps)
         for x, result in zip(wanted, results):
             if x is not None and x is not result:
                 x[...] = result

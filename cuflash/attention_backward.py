@@ -19,8 +19,8 @@ from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, delta_sum, join_columns
 from cuflash.attention_forward import base2_scale, exponent, masked, scores
 from cuflash.fixes import Fix
-from cuflash.kernel_header import (PRODUCTS, SHARED_MEMORY, cuda_name, device_accumulator, precision_header,
-                                   product_operand)
+from cuflash.kernel_header import (PRODUCTS, SHARED_MEMORY, TAPPED, cuda_name, device_accumulator,
+                                   precision_header, product_operand)
 from cuflash.philox import Key
 from cuflash.precision import Precision, Rounding, Tile
 from cuflash.sites import Rounder
@@ -56,10 +56,8 @@ def backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.
             delta = rnd("attn.delta", delta_sum(rnd("attn.delta_prod", do * o)))
         for _, r0, r1 in shape.query_tiles(chunk, descending=fa2):
             end = max(shape.key_end(r1, tiles.dkdv[1]), shape.key_end(r1, tiles.dq[1]))
-            if end == 0:
-                continue
             visible = shape.visible(r0, r1, 0, end)
-            shown = _shown(visible, lse[:, r0:r1])
+            shown = shown_entries(visible, lse[:, r0:r1])
             rnd.at(q=r0, visible=shown)
             s = scores(q[:, r0:r1], k[:, :end], rnd, math, scale, visible)
             m_rows, l_rows = (x if x is None else x[:, r0:r1] for x in (m, l))
@@ -97,7 +95,7 @@ def _probabilities(s: np.ndarray, lse: np.ndarray, m: np.ndarray | None, l: np.n
     return _mask(p * (1 / l)[..., None], shown) if m_l else p  # 1/l of an empty row is Inf
 
 
-def _shown(visible: np.ndarray | None, lse: np.ndarray) -> np.ndarray | None:
+def shown_entries(visible: np.ndarray | None, lse: np.ndarray) -> np.ndarray | None:
     """Entries that are neither masked nor in an empty row (L = −Inf); None if all are shown."""
     empty = lse == -np.inf
     if not empty.any():
@@ -173,7 +171,8 @@ _ARGS = Struct("@" + len(_ARRAYS) * "Pqqq" + len(_POINTERS) * "P" + "q" + len(_I
 
 
 def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, dq: Any, dk: Any,
-                    dv: Any, precision: Precision, shape: Shape, scale: float, key: Key) -> None:
+                    dv: Any, precision: Precision, shape: Shape, scale: float, key: Key,
+                    taps: Any | None = None) -> None:
     """Queues the kernels on CuPy's current stream.
 
     Args:
@@ -181,6 +180,7 @@ def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l
             (batch, kv_heads, Tk, D). Inputs are fp32, bf16 or fp16, and so are results, which hold the
             formats of attn.dq, attn.dk, attn.dv. `o` is the O that `delta_from` asks for.
         lse, m, l: (batch, heads, Tq) fp32, contiguous; m and l are used under p_bwd_from = m_l.
+        taps: of a watched sample (taps.Sample); None: nothing is watched.
 
     Raises:
         ValueError: this device cannot run the accumulator, or a user's mode has no CUDA expression.
@@ -190,6 +190,12 @@ def launch_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l
             out.fill(0)
         return
     launch = _Launch(do, q, k, v, o, lse, m, l, dq, dk, dv, precision, shape, scale, key)
+    if taps is not None:
+        for launch.tap in taps:
+            launch.gradients(tuple(launch.tap.heads))
+        for launch.tap in taps.sums():
+            launch.sum_heads(tuple(launch.tap.heads))
+        return
     for heads in _alike(precision, key.layer, tuple(range(q.shape[1]))):
         launch.gradients(heads)
     if launch.group > 1:
@@ -277,6 +283,7 @@ class _Launch:
                  dv: Any, precision: Precision, shape: Shape, scale: float, key: Key) -> None:
         self.cupy = kernels.import_cupy()
         self.capability = kernels.capability(q.device.id)
+        self.tap: Any = None  # where kernels write their sites' values, if anywhere
         self.inputs = {"attn.q": q, "attn.k": k, "attn.v": v, "attn.do": do}
         self.o, self.lse, self.m, self.l, self.results = o, lse, m, l, {"dq": dq, "dk": dk, "dv": dv}
         self.precision, self.shape, self.key = precision, shape, key
@@ -343,7 +350,7 @@ class _Launch:
         listed = self._list(heads, self.heads // self.group)
         count, args = self.batch * len(heads) * self.shape.tk * self.d, self.args()
         for name, shares in zip(("dk", "dv"), self.sums):
-            how.kernel("attention_heads", "attention_heads", OUT=self._type(name), ROUNDED=f"attn_{name}")(
+            self._kernel(how, "attention_heads", "attention_heads", OUT=self._type(name), ROUNDED=f"attn_{name}")(
                 (min(-(-count // 256), 1 << 16),), (256,),
                 (shares, _array(self.results[name]), np.int64(count), args))
         del listed
@@ -354,6 +361,13 @@ class _Launch:
         self.pointers["heads"], self.scalars["listed"] = 0 if listed is None else listed.data.ptr, len(heads)
         return listed
 
+    def _kernel(self, how: Plan, source: str, function: str, shared: int = 0, **defines: Any) -> Any:
+        if self.tap is None:
+            return how.kernel(source, function, shared, **defines)
+        kernel = how.kernel(source, function, shared, **defines, **TAPPED)
+        self.tap.fill(kernel)
+        return kernel
+
     def _type(self, result: str) -> str:
         return _TYPES[self.results[result].dtype.name]
 
@@ -362,10 +376,10 @@ class _Launch:
         x, rounding = self.inputs[site], how.rounding[site]
         name, kv = {"attn.do": "dout"}.get(site, site[-1]), site in ("attn.k", "attn.v")
         format = "fp32" if how.operand == "float" else how.operand
-        as_it_lies = (_TYPES[x.dtype.name] == how.operand and rounding.format == format
+        as_it_lies = (self.tap is None and _TYPES[x.dtype.name] == how.operand and rounding.format == format
                       and (not how.geometries or self.d % 8 == 0 and _multiples(x, 16)))
-        # Random words belong to a query head.
-        per_head = not as_it_lies and kv and self.group > 1 and rounding.rule.needs_key
+        # Random words belong to a query head, and so do taps.
+        per_head = not as_it_lies and kv and self.group > 1 and (rounding.rule.needs_key or self.tap is not None)
         if kv:
             self.scalars[f"{name}_per_head"] = per_head
         if as_it_lies:
@@ -376,7 +390,7 @@ class _Launch:
         dtype = np.uint16 if how.geometries else np.float32
         y = self.cupy.empty((self.batch, heads, x.shape[2], width), dtype)
         self.arrays[name] = _place(y)
-        kernel = how.kernel("attention_operand", "attention_operand", IN=_TYPES[x.dtype.name],
+        kernel = self._kernel(how, "attention_operand", "attention_operand", IN=_TYPES[x.dtype.name],
                             OUT=how.operand, ROUNDED=cuda_name(site))
         kernel((min(-(-y.size // 256), 1 << 16),), (256,),
                (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head),
@@ -388,7 +402,7 @@ class _Launch:
         do = self.inputs["attn.do"]
         o = do if self.precision.delta_from == "p_dp" else self.o
         lse, m, l = (self.lse if x is None else x for x in (self.lse, self.m, self.l))
-        how.kernel("attention_delta", "attention_delta", DO=_TYPES[do.dtype.name], O=_TYPES[o.dtype.name])(
+        self._kernel(how, "attention_delta", "attention_delta", DO=_TYPES[do.dtype.name], O=_TYPES[o.dtype.name])(
             (pairs * (self.padded_rows // 32),), (256,), (_array(do), _array(o), lse, m, l, self.args()))
         if self.precision.delta_from == "p_dp":
             self._any_kernel("delta", how)((pairs * -(-self.shape.tq // 64),), (128,), (self.args(),))
@@ -411,10 +425,10 @@ class _Launch:
         depth, tiles = -(-self.d // 16) * 16, -(-self.shape.tk // 64)
         self.scalars["together"] = -(-_MIXED * g.blocks // tiles)
         args = self.args()
-        dkdv = how.kernel("attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages,
+        dkdv = self._kernel(how, "attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages,
                           BLOCKS=g.blocks, DK=self._type("dk"), DV=self._type("dv"))
         dkdv((count * tiles,), (g.threads,), (args,), shared_mem=g.shared)
-        dq = how.kernel("attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages,
+        dq = self._kernel(how, "attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages,
                         BLOCKS=h.blocks, DQ=self._type("dq"))
         dq((count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
 
@@ -425,7 +439,7 @@ class _Launch:
             self._any_kernel(name, how)((count * blocks,), (128,), (args,))
 
     def _any_kernel(self, name: str, how: Plan) -> Any:
-        return how.kernel("attention_backward_any", f"attention_any_{name}", OPERAND=how.operand,
+        return self._kernel(how, "attention_backward_any", f"attention_any_{name}", OPERAND=how.operand,
                           DQ=self._type("dq"), DK=self._type("dk"), DV=self._type("dv"))
 
 

@@ -7,7 +7,7 @@ over numeric tiles of keys with a running maximum m and row sum l (FlashAttentio
 itself, and `fa2`, FlashAttention-2 as torch builds it. Every rounding is a call of rnd.
 """
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any, NamedTuple
@@ -18,7 +18,14 @@ from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, fma, join_columns, row_sum
 from cuflash.fixes import Fix
 from cuflash.formats import round_to
-from cuflash.kernel_header import PRODUCTS, SHARED_MEMORY, device_accumulator, precision_header, product_operand
+from cuflash.kernel_header import (
+    PRODUCTS,
+    SHARED_MEMORY,
+    TAPPED,
+    device_accumulator,
+    precision_header,
+    product_operand,
+)
 from cuflash.philox import Key
 from cuflash.precision import Precision, Rounding
 from cuflash.site_table import SITES
@@ -347,10 +354,10 @@ _plans: dict[tuple, list[Launch]] = {}
 
 
 def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int, dtype: str, out: str, aligned: bool,
-          count: bool, device: int) -> list[Launch]:
+          count: bool, device: int, tapped: bool) -> list[Launch]:
     """The kernels of a call: one for each run of heads that round alike."""
     key = (precision, type(fix), fix.cuda_rule, fix.cuda_limited, tuple(fix.values.values()), head_dim, heads, layer,
-           dtype, out, aligned, count, device)
+           dtype, out, aligned, count, device, tapped)
     found = _plans.get(key)
     if found is not None:
         return found
@@ -362,6 +369,8 @@ def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int,
     for first, end in zip(starts, [*starts[1:], heads]):
         g, defines, header = compile_arguments(precision, fix, head_dim, layer, first, dtype, out, aligned, count,
                                                accumulator, capability)
+        if tapped:
+            defines |= TAPPED
         kernel = kernels.kernel("attention_forward", "attention_forward", defines, {"precision.cuh": header},
                                 shared=g.shared)
         found.append(Launch(kernel, g, first, end - first))
@@ -372,7 +381,8 @@ def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int,
 
 
 def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded: Any, stats: Any,
-           precision: Precision, fix: Fix, shape: Shape, scale: float, key: Key) -> None:
+           precision: Precision, fix: Fix, shape: Shape, scale: float, key: Key,
+           taps: Iterable[Any] | None = None) -> None:
     """Queues the kernels on CuPy's current stream.
 
     Args:
@@ -380,6 +390,7 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
         k, v: (batch, kv_heads, Tk, D), likewise.
         lse, m, l: (batch, heads, Tq) fp32, contiguous. m, l, o_unrounded (fp32) and stats ((3,) 64-bit integers,
             added to) may be None.
+        taps: of a watched sample (taps.Sample); None: nothing is watched.
 
     Raises:
         ValueError: this device cannot run the accumulator, or a user's mode or fix has no CUDA expression.
@@ -388,17 +399,25 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
     arrays = [(x.data.ptr, *(stride // x.itemsize for stride in x.strides[:3])) for x in (q, k, v, o)]
     arrays.append((0, 0, 0, 0) if o_unrounded is None
                   else (o_unrounded.data.ptr, *(stride // 4 for stride in o_unrounded.strides[:3])))
-    aligned = d % 8 == 0 and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0
+    aligned = d % 8 == 0 and taps is None and all((x.data.ptr | x.strides[0] | x.strides[1] | x.strides[2]) % 16 == 0
                                  for x in (q, k, v))
     pairs = (o.data.ptr | o.strides[0] | o.strides[1] | o.strides[2]) % (2 * o.itemsize) == 0
     scale = float(np.float32(scale))
-    for run in _plan(precision, fix, d, heads, key.layer, q.dtype.name, o.dtype.name, aligned, stats is not None,
-                     q.device.id):
-        g = run.geometry
-        parameters = _PARAMETERS.pack(
-            *itertools.chain(*arrays), *(0 if x is None else x.data.ptr for x in (lse, m, l, stats)),
-            heads, run.first_head, run.heads, heads // max(k.shape[1], 1), tq, shape.tk, shape.causal, pairs,
-            key.seed, key.step, key.layer, key.sample, scale, float(np.float32(scale * LOG2E)))
-        blocks = -(-tq // (g.rows * g.warps)) * g.split * batch * run.heads
-        argument = np.frombuffer(parameters, f"V{len(parameters)}")  # of size 1, so CuPy passes it by value
-        run.kernel((blocks,), (32 * g.warps,), (argument,), shared_mem=g.shared)
+    plan = _plan(precision, fix, d, heads, key.layer, q.dtype.name, o.dtype.name, aligned, stats is not None,
+                 q.device.id, taps is not None)
+    for tap in (None,) if taps is None else taps:
+        for run in plan:
+            some = range(run.first_head, run.first_head + run.heads)
+            if tap is not None:
+                some = range(max(some.start, tap.heads.start), min(some.stop, tap.heads.stop))
+                if not some:
+                    continue
+                tap.fill(run.kernel)
+            g = run.geometry
+            parameters = _PARAMETERS.pack(
+                *itertools.chain(*arrays), *(0 if x is None else x.data.ptr for x in (lse, m, l, stats)),
+                heads, some.start, len(some), heads // max(k.shape[1], 1), tq, shape.tk, shape.causal, pairs,
+                key.seed, key.step, key.layer, key.sample, scale, float(np.float32(scale * LOG2E)))
+            blocks = -(-tq // (g.rows * g.warps)) * g.split * batch * len(some)
+            argument = np.frombuffer(parameters, f"V{len(parameters)}")  # of size 1, so CuPy passes it by value
+            run.kernel((blocks,), (32 * g.warps,), (argument,), shared_mem=g.shared)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cuflash
-from cuflash import hdf5
+from cuflash import hdf5, kernels
 from cuflash.dump_file import Dump, read
 from cuflash.errors import ranges, unknown
 from cuflash.precision import Precision, Rounding, Tile, merged_message
@@ -38,10 +38,6 @@ CHUNK = 1 << 17  # elements
 
 # Where a masked entry reads as −Inf; it is 0 everywhere else.
 MINUS_INF = frozenset({"attn.s", "attn.s_scaled", "attn.x", "attn.x_bwd"})
-# Sites with a value for each tile. `attn.l` is one of them under order = eager, where it is rounded in each.
-TILED = frozenset("attn." + s for s in (
-    "m", "dm", "alpha", "l_tile", "l_scaled", "pv", "o_scaled", "o_acc",
-    "dq_tile", "dk_tile", "dv_tile", "dq_acc", "dk_acc", "dv_acc"))
 _AXES = {"q": "query", "k": "key", "d": "feature", "t": "token", "c": "feature", "o": "out", "i": "in"}
 
 
@@ -143,6 +139,14 @@ class Recorder:
         self._writer = hdf5.ChunkWriter(self._sink)
         self._file = h5py.File(self._sink, "w")
 
+    def wants(self, direction: str, layer: int, module: str, site: str, sample: int) -> bool:
+        """Whether a value is recorded or, as q and k, says how long others are."""
+        if self.batch is not None and sample not in self.batch:
+            return False
+        if self.layers is not None and layer != NO_LAYER and layer not in self.layers:
+            return False
+        return (direction, module, site) in self.selection or site in ("attn.q", "attn.k")
+
     def __call__(self, rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
         """One value, or a part of one: (G, rows, columns) or (G, rows) where attention's site has heads."""
         if self._rounder is None:
@@ -157,7 +161,7 @@ class Recorder:
             self._lengths["k"] = rounded.shape[1]
         if rnd.visible is not None and not self._causal.get((rnd.direction, rnd.layer)):
             self._causal[rnd.direction, rnd.layer] = _is_causal(rnd.visible)
-        if (rnd.direction, rnd.module, site) not in self.selection or site in rnd.precision.merged:
+        if (rnd.direction, rnd.module, site) not in self.selection:
             return
         if self.layers is not None and rnd.layer != NO_LAYER and rnd.layer not in self.layers:
             return
@@ -207,6 +211,7 @@ class Recorder:
         step = rnd.key.step if rnd.key else 0
         if self._precision is None:
             self._precision, self._step = rnd.precision, step
+            self._device = kernels.device_name() if rnd.device == "gpu" else "cpu"
             self._attributes.setdefault("seed", np.uint64(rnd.key.seed if rnd.key else 0))
         if step != self._step:
             raise ValueError(
@@ -236,11 +241,10 @@ class Recorder:
         p, lengths = rnd.precision, self._lengths
         inner = "qk" if site == "attn.delta_prod" and p.delta_from == "p_dp" else SITES[site].axes
         axes, shape = ["sample", "head"], [0, 0]
-        tile: Tile | None = None
         if site == "attn.m":
             axes, shape = [*axes, "of"], [*shape, 2]  # the tile's maximum, the running one
-        if p.algorithm == "flash" and (site in TILED or site == "attn.l" and p.order == "eager"):
-            tile = tile_of(site, p, lengths["d"])
+        tile = p.tile_of(site, lengths["d"])
+        if tile is not None:
             along, size = (lengths["q"], tile[0]) if site[5:7] in ("dk", "dv") else (lengths["k"], tile[1])
             axes, shape = [*axes, "tile"], [*shape, -(-along // (size or max(along, 1)))]
         here = self._site(rnd, site, name, axes, shape, inner, [lengths[a] for a in inner])
@@ -351,7 +355,7 @@ class Recorder:
         p = self._precision
         self._file.attrs.update({
             "format": FORMAT, "precision": p.to_toml(), "precision_name": p.name, "step": self._step,
-            "device": "cpu", "numerics_version": cuflash.NUMERICS_VERSION, "cuflash": cuflash.__version__,
+            "device": self._device, "numerics_version": cuflash.NUMERICS_VERSION, "cuflash": cuflash.__version__,
             "numpy": np.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version,
             "python": platform.python_version(), "tile": str(p.tile) if p.tile else "by head dim"
         } | self._attributes)
@@ -467,12 +471,6 @@ class _Site:
             self.dataset.attrs[key] = value
         for dimension, axis in zip(self.dataset.dims, self.axes):
             dimension.label = axis
-
-
-def tile_of(site: str, precision: Precision, head_dim: int) -> Tile:
-    """The numeric tile that a site of attention is computed in."""
-    tiles = precision.tiles(head_dim)
-    return tiles.dq if site[5:7] == "dq" else tiles.dkdv if site[5:7] in ("dk", "dv") else tiles.forward
 
 
 def _is_causal(visible: np.ndarray) -> bool:

@@ -24,6 +24,9 @@ PRODUCTS = {
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
                  103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
 
+# Compiles taps in (cuda/taps.cuh): how many sites there are.
+TAPPED: dict[str, object] = {"TAPS": len(SITES)}
+
 
 def product_operand(table: dict[str, Rounding], sites: tuple[str, str], accumulator: str) -> str | None:
     """The format in which a tensor core takes a product's operands; None: `sequential`."""

@@ -5,6 +5,7 @@ and what varies between compilations comes as macros (`defines`) or as headers h
 
 CuPy's own `RawModule(code=…)` is not used: it forces `-ftz=true` and does not see an edited header.
 """
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuflash.errors import install, last_line, unknown
 
@@ -101,6 +102,12 @@ def _no_cupy(error: ImportError) -> str:
 def capability(device: int) -> int:
     """The compute capability of a device, as 90 for 9.0."""
     return int(import_cupy().cuda.Device(device).compute_capability)
+
+
+def device_name() -> str:
+    """Of the current device, as the driver calls it."""
+    runtime = import_cupy().cuda.runtime
+    return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
 
 def architecture(compute_capability: int) -> str:
@@ -300,6 +307,7 @@ def resources(name: str, arch: str, defines: Mapping[str, object] = {},
 # ---- load
 
 _kernels: dict[tuple, object] = {}
+_modules: dict[int, Any] = {}  # by the id of a kernel in _kernels
 
 
 def kernel(name: str, function: str, defines: Mapping[str, object] = {}, headers: Mapping[str, str] = {},
@@ -319,12 +327,20 @@ def kernel(name: str, function: str, defines: Mapping[str, object] = {}, headers
     found = _kernels.get(key)
     if found is None:
         path = compile_cubin(name, architecture(capability(device)), defines, headers)
-        found = _module(device, path).get_function(function)
+        module = _module(device, path)
+        found = module.get_function(function)
         # 48 KiB are allowed unasked. The limit belongs to the loaded function: never lower another caller's.
         if shared > 48 << 10 and shared > found.max_dynamic_shared_size_bytes:
             found.max_dynamic_shared_size_bytes = shared
-        _kernels[key] = found
+        _kernels[key], _modules[id(found)] = found, module
     return found
+
+
+def upload(kernel: Any, symbol: str, data: bytes) -> None:
+    """Queues a copy to an `extern "C"` __device__ variable of the module that `kernel` came with."""
+    to = _modules[id(kernel)].get_global(symbol)
+    # CUDA has read pageable memory of this size when the call returns.
+    to.copy_from_host_async(ctypes.c_char_p(data), len(data), import_cupy().cuda.get_current_stream())
 
 
 @functools.cache

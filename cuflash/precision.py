@@ -18,7 +18,7 @@ from cuflash import NUMERICS_VERSION
 from cuflash.errors import unknown
 from cuflash.formats import MODES, Mode, format_named
 from cuflash.plugins import blame, file_digest, load_class
-from cuflash.site_table import MODULES, PLAIN_MERGED, SITES, merged
+from cuflash.site_table import MODULES, PLAIN_MERGED, SITES, TILED, merged
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "order": ("eager", "fa2"),
@@ -275,6 +275,13 @@ class Precision:
         backward = (128, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (64, 64)
         forward = (128, 128) if head_dim <= 64 else (128, 64) if head_dim <= 192 else (64, 64)
         return Tiles(forward, backward, backward)
+
+    def tile_of(self, site: str, head_dim: int) -> Tile | None:
+        """The numeric tile that a site of attention has a value of its own for; None where it has one in all."""
+        if self.algorithm == "plain" or not (site in TILED or site == "attn.l" and self.order == "eager"):
+            return None
+        tiles = self.tiles(head_dim)
+        return tiles.dq if site[5:7] == "dq" else tiles.dkdv if site[5:7] in ("dk", "dv") else tiles.forward
 
     def round(self, *texts: str) -> "Precision":
         """This precision with `--round` texts applied, later wins (grammar in product.md)."""

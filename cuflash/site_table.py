@@ -4,6 +4,7 @@ One line a site: its name, the axes of its value, where it acts, its format unde
 precisions that the others derive from, what is rounded. A format of "-" means that the site is
 merged away there (the value does not exist on its own). numerics.md sections 2 and 4.
 """
+import functools
 from typing import NamedTuple
 
 
@@ -95,6 +96,11 @@ PLAIN_MERGED = frozenset("attn." + s for s in (
     "dq_tile", "dk_tile", "dv_tile", "dq_acc", "dk_acc", "dv_acc"))
 FA2_MERGED = frozenset(name for name, site in SITES.items() if site.fa2 == "-")
 
+# Sites with a value for each tile. attn.l is one of them under order = eager, where it is rounded in each.
+TILED = frozenset("attn." + s for s in (
+    "m", "dm", "alpha", "l_tile", "l_scaled", "pv", "o_scaled", "o_acc",
+    "dq_tile", "dk_tile", "dv_tile", "dq_acc", "dk_acc", "dv_acc"))
+
 # The layer number of what lies in no layer, so that a scope like L0/ does not reach it.
 NO_LAYER = 0xFFFF
 
@@ -103,6 +109,7 @@ MODULES = ("wte", "ln_1", "c_attn", "attn.c_proj", "ln_2", "c_fc", "mlp.c_proj",
            "attn.ln_k")
 
 
+@functools.cache
 def merged(order: str, algorithm: str) -> frozenset[str]:
     """The sites that do not exist on their own under this order and algorithm (section 3)."""
     return (FA2_MERGED if order == "fa2" else frozenset()) | (PLAIN_MERGED if algorithm == "plain" else frozenset())

@@ -23,7 +23,8 @@ class Rounder:
     """Rounds values at the sites of one place: a direction, layer, module and heads.
 
     In attention, arrays are (G, ...) with one (sample, head) per entry of `samples` and `heads`;
-    `at` says where in the whole value the array lies, for stochastic rounding and for watchers.
+    `at` says where in the whole value the array lies, for stochastic rounding and for watchers, who see in
+    `device` whether it was computed on the `cpu` or the `gpu`.
     """
 
     def __init__(self, precision: Precision, direction: str = "fwd", layer: int = 0, module: str = "",
@@ -31,6 +32,7 @@ class Rounder:
                  heads: Sequence[int] = (0,), samples: Sequence[int] = (0,)) -> None:
         self.precision, self.direction, self.layer, self.module = precision, direction, layer, module
         self.key, self.watch, self.heads, self.samples = key, watch, heads, samples
+        self.device = "cpu"
         self.dtype = np.float64 if precision.is_fp64 else np.float32
         self._table, self._rounding = _place(precision, direction, layer, module,
                                              int(heads[0]) if len(heads) else 0)
@@ -71,7 +73,7 @@ class Rounder:
                 y = x
             else:
                 y = of_fp32(x, self._words(site, x.shape) if mode.needs_key else None)
-        if self.watch is not None:
+        if self.watch is not None and site not in self.precision.merged:
             self.watch(self, site, x, y)
         return y
 
@@ -122,5 +124,6 @@ def _round_cuda(rnd: Rounder, site: str, x: Any) -> Any:
                    {"ROUNDED": name, "X_T": launch.c_type(x),
                     "Y_T": launch.c_type(y)}, ((site, launch.checked(rnd, site)),))
     if rnd.watch is not None:
+        rnd.device = "gpu"
         rnd.watch(rnd, site, x.get().astype(np.float32), y.get().astype(np.float32))
     return y

@@ -36,7 +36,24 @@ def watched(watch: "Watch | None") -> "Watch | None":
     if len(watches) < 2:
         return watches[0] if watches else None
 
-    def all_of_them(*args: Any) -> None:
-        for each in watches:
+    return _All(watches)
+
+
+class _All:
+    """Several watches as one."""
+
+    def __init__(self, watches: tuple["Watch", ...]) -> None:
+        self._watches = watches
+
+    def __call__(self, *args: Any) -> None:
+        for each in self._watches:
             each(*args)
-    return all_of_them
+
+    def wants(self, *place: Any) -> bool:
+        return any(wants(each, *place) for each in self._watches)
+
+
+def wants(watch: "Watch", direction: str, layer: int, module: str, site: str, sample: int) -> bool:
+    """Whether a watch looks at the values of a place. One that has no method `wants` looks at all."""
+    asked = getattr(watch, "wants", None)
+    return asked is None or asked(direction, layer, module, site, sample)

@@ -167,8 +167,7 @@ class GPT:
             v, ln_qk = v.astype(q.dtype, copy=False), (ln_q, ln_k)
         o, attn = flash_attention_forward(q, k, v, causal=True, layout="bthd", precision=self.precision,
                                           fix=self.fix, key=Key(key.seed, key.step, i, key.sample),
-                                          watch=None if self.gpu else self.watch)
-        self._show("fwd", "attn.o", i, key, o)
+                                          watch=self.watch)
         y, attn_proj = linear_forward(self._merge(o), *self._weights(f"h.{i}.attn.c_proj"),
                                       rnd("attn.c_proj"))
         x, h, ln_2 = residual_layernorm_forward(x, y, *self._weights(f"h.{i}.ln_2"), rnd("attn.c_proj"),
@@ -253,9 +252,7 @@ class GPT:
 
         do = linear(dy, attn_proj, "attn.c_proj").reshape(attn.q.shape)
         dqkv = self._empty_dqkv(attn.q.shape, i)
-        flash_attention_backward(do, attn, out=self._split(dqkv), watch=None if self.gpu else self.watch)
-        for site, d in zip(("attn.dq", "attn.dk", "attn.dv"), self._split(dqkv)):
-            self._show("bwd", site, i, key, d)
+        flash_attention_backward(do, attn, out=self._split(dqkv), watch=self.watch)
         if ln_qk is not None:
             for name, d, norm in zip(_QK, self._split(dqkv), ln_qk):
                 d_in, *dw = layernorm_backward(d.reshape(len(d), -1, d.shape[-1]), norm, rnd(name),
@@ -282,11 +279,6 @@ class GPT:
             return idx
         import cupy
         return indices(cupy.asarray(np.asarray(idx, np.int32)))
-
-    def _show(self, direction: str, site: str, layer: int, key: Key, x: np.ndarray) -> None:
-        """Attention's results on a GPU to the watcher, who sees the sites inside on NumPy arrays alone."""
-        if self.gpu and self.watch is not None:
-            Rounder(self.precision, direction, layer, key=key, watch=self.watch)(site, x)
 
     def _rnd(self, direction: str, key: Key, idx: Sequence[Any] | np.ndarray, layer: int = NO_LAYER,
              module: str = "") -> Rounder:

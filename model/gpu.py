@@ -23,8 +23,6 @@ def refusal(config: TrainConfig) -> str | None:
     """Why no GPU here can train this; None if one can."""
     if reason := kernels.gpu_reason():
         return reason
-    if config.watch or config.dump_every:
-        return "attention's kernels do not show their values to --watch and --dump-every; a CPU does"
     return _cannot_run(config.gpt(), config.resolved_precision(), as_fix(config.fix), ("fwd", "bwd"))
 
 
@@ -74,11 +72,6 @@ def placed(config: GPTConfig, params: Params, precision: Precision, fix: Fix, de
     return params if reason else Flat.of(params).arrays
 
 
-def device_name() -> str:
-    cupy = kernels.import_cupy()
-    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
-
-
 # Dense bf16 FLOP/s of the tensor cores, from NVIDIA's data sheets; the first one in the device's name counts.
 _PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
           "A100": 312e12, "L40S": 362e12}
@@ -87,7 +80,7 @@ _PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e
 @functools.cache
 def peak_flops() -> float | None:
     """Of the current device, None where it is not known."""
-    name = device_name()
+    name = kernels.device_name()
     return next((peak for part, peak in _PEAKS.items() if f" {part}" in name), None)
 
 

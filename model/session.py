@@ -20,7 +20,7 @@ from cuflash import NUMERICS_VERSION, __version__, kernels
 from cuflash.model import blas, checkpoint, fork, weights
 from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
-from cuflash.model.gpu import device_name, refusal, use_gpu
+from cuflash.model.gpu import refusal, use_gpu
 from cuflash.model.memory import in_bytes, keep_freed
 from cuflash.model.run import CONFIG, Run, next_free
 from cuflash.model.sample import decode, encode, generate, printable
@@ -219,7 +219,7 @@ def heading(c: TrainConfig, data: Data) -> list[str]:
 
 def device(c: TrainConfig) -> str:
     if use_gpu(c):
-        return f"gpu, {device_name()}"
+        return f"gpu, {kernels.device_name()}"
     return f"cpu, {_cores()} cores" + (
         f" (auto: {refusal(c)})" if c.device == "auto" and _gpu_present() else ""
     )

@@ -7,8 +7,11 @@ from click.testing import CliRunner
 from cuflash.cli.main import main
 from cuflash.model import config, data, train
 from cuflash.model.gpt import GPT, GPTConfig, init_params
+from cuflash.model.run import Run
 
 from cuflash import kernels
+from cuflash.diff import diff
+from cuflash.dump import recording
 from cuflash.kernel_header import device_accumulator
 from cuflash.philox import Key
 from cuflash.precision import Precision
@@ -52,6 +55,23 @@ def test_the_first_gradients_of_every_parameter(precision, fix, seed):
         assert_same(got[name], grads[name], f"{name}, seed {seed}")
     for a, b in zip(sum(stats, []), sum(got_stats, [])):
         assert np.array_equal(a, b.get())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-fa2", "odd"])
+def test_a_dump_of_a_pass_is_the_dump_of_the_cpu(precision, seed, tmp_path):
+    """Every site of the network, and one sample's attention alone."""
+    import cupy
+    rng, p = np.random.default_rng(seed), defined(PRECISIONS[precision])
+    params = {n: x * np.float32(5 if x.ndim > 1 else 1) for n, x in init_params(SMALL, seed).items()}
+    text = rng.integers(0, SMALL.vocab_size, (3, 34))
+    for name, given in (("cpu", params), ("gpu", {n: cupy.asarray(x) for n, x in params.items()})):
+        model = GPT(SMALL, given, p, "on")
+        for sites, options in (("all", {}), ("attn.p", {"batch": [8], "heads": [1], "rows": range(5, 9)})):
+            with recording(tmp_path / f"{name} {sites}.h5", sites, **options):
+                model.loss_and_grads(text[:, :-1], text[:, 1:], Key(seed, 3, sample=7))
+    for sites in ("all", "attn.p"):
+        found = diff(tmp_path / f"cpu {sites}.h5", tmp_path / f"gpu {sites}.h5")
+        assert not [s.name for s in found.sites if s.differs] and not found.only_a and not found.only_b
 
 
 @pytest.mark.parametrize("precision", ["bf16-fa2", "odd"])
@@ -101,6 +121,16 @@ def test_command_line(tmp_path, monkeypatch):
     losses = [float(row["loss"]) for row in rows(tmp_path / "a")]
     assert losses[-1] < losses[0] - 0.5
     assert cuflash("sample", "a")
+
+
+def test_watched_and_dumped_training_has_the_same_losses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out, options in (("a", ()), ("b", ("--watch", "attn.pv,gelu.y", "--dump-every", 4, "--dump-sites", "attn.p"))):
+        cuflash("train", "--steps", 8, "--out", out, *TINY, *options)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert Run("b").dumps() == [4, 8]
+    assert Run("b").dump(4).read("attn.p", layer=1).shape[0] == 4
+    assert len(Run("b").layers.steps)
 
 
 def test_a_loss_that_is_not_finite_stops_at_its_step_and_site(tmp_path, monkeypatch):
