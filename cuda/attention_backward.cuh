@@ -86,30 +86,17 @@ struct Place {
 
 // ---- one element
 
-// 2^x by the function unit.
-inline float ex2_mufu(float x) {
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // e^x, or 2^x under `fa2`.
 inline float exponential(float x) {
-    if constexpr (exp_mufu)
-        return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
-    else
-        return order_fa2 ? exp2_defined(x) : exp_defined(x);
+    if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_defined(x) : exp_defined(x);
 }
 
 // The same where |x| <= narrow, which keeps the result from overflow and from subnormals.
 constexpr float narrow = order_fa2 ? 125.f : 86.f;
 inline float exponential_narrow(float x) {
-    if constexpr (exp_mufu) {
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : x * functions::LOG2E));
-        return y;
-    }
-    return order_fa2 ? exp2_narrow(x) : exp_narrow(x);
+    if constexpr (exp_mufu) return ex2_mufu<true>(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_narrow(x) : exp_narrow(x);
 }
 
 // The argument of exp, from the dot product S.

@@ -225,28 +225,24 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
             }
         } else {
             Fragments tile;
+            const auto add = [&](Fragments& sum, auto tile_site, auto acc_site) {
+                if (!wanted) return;
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8,
+                                           d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
+                        const float x = rnd<decltype(tile_site)>(tile[j][e], here);
+                        sum[j][e] = rnd<decltype(acc_site)>(sum[j][e] + x, here);
+                    }
+            };
             clear(tile);
             product<product_dv>(tile, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
-            if (wanted)
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8,
-                                           d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
-                        dv[j][e] = rnd<attn_dv_acc>(dv[j][e] + rnd<attn_dv_tile>(tile[j][e], here), here);
-                    }
+            add(dv, attn_dv_tile{}, attn_dv_acc{});
             clear(tile);
             product<product_dk>(tile, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
-            if (wanted)
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const At here = at(warp_key + threadIdx.x % 32 / 4 + e / 2 * 8,
-                                           d0 + 8 * j + 2 * (threadIdx.x % 4) + e % 2);
-                        dk[j][e] = rnd<attn_dk_acc>(dk[j][e] + rnd<attn_dk_tile>(tile[j][e], here), here);
-                    }
+            add(dk, attn_dk_tile{}, attn_dk_acc{});
         }
     }
 

@@ -49,38 +49,20 @@ constexpr float INF = __builtin_bit_cast(float, 0x7F800000u);
 // e^x, or 2^x under `fa2`. small: x <= 40 or NaN is known.
 template <bool small>
 float exponential(float x) {
-    if constexpr (exp_mufu) {
-        float y;
-        asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : x * functions::LOG2E));
-        return y;
-    } else {
-        return order_fa2 ? exp2_defined<small>(x) : exp_defined<small>(x);
-    }
+    if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_defined<small>(x) : exp_defined<small>(x);
 }
 
 // The same bits where abs x is known to be at most `narrow`, so that no result is subnormal.
 inline float exponential_narrow(float x) {
-    if constexpr (exp_mufu) {
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(order_fa2 ? x : x * functions::LOG2E));
-        return y;
-    } else {
-        return order_fa2 ? exp2_narrow(x) : exp_narrow(x);
-    }
+    if constexpr (exp_mufu) return ex2_mufu<true>(order_fa2 ? x : x * functions::LOG2E);
+    else return order_fa2 ? exp2_narrow(x) : exp_narrow(x);
 }
 constexpr float narrow = order_fa2 ? 124 : 85;
 // attn.x is rounded so finely that exponents stay near what the tile's extremes say of them.
 constexpr bool has_narrow = attn_x::is_fp32 || attn_x::is_bf16_rne || attn_x::is_fp16_rne;
 
-inline float logarithm(float x) {
-    if constexpr (exp_mufu) {
-        float y;
-        asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y * functions::LN2;
-    } else {
-        return log_defined(x);
-    }
-}
+inline float logarithm(float x) { return exp_mufu ? lg2_mufu(x) * functions::LN2 : log_defined(x); }
 
 // S at its last site never exceeds m unless m is rounded more coarsely, or a fix may lower it.
 template <bool> struct Last { using S = attn_s_scaled; };

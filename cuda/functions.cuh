@@ -189,3 +189,20 @@ __device__ __forceinline__ float tanh_defined(float x) {
     }
     return __int_as_float(__float_as_int(result) | (__float_as_int(x) & (int)0x80000000));
 }
+
+// ---- the function unit's own (exp = mufu): the twin of cuflash/mufu.py
+
+// 2^x. FTZ: subnormal arguments and results become 0, at less cost.
+template <bool FTZ = false>
+__device__ __forceinline__ float ex2_mufu(float x) {
+    float y;
+    if constexpr (FTZ) asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    else asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float lg2_mufu(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}

@@ -1,6 +1,7 @@
 // What the hardware itself computes, for tests/gpu/test_hardware.py: tensor cores (numerics.md section 5)
 // and the function unit (section 6). Nothing in the library calls these.
 
+#include "functions.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 
@@ -120,18 +121,6 @@ WGMMA_KERNEL(wgmma_fp16_n128, Operand::fp16, 128, false, true)
 // The function unit over a range of bit patterns, y[i] = f(first + i), and against the model of
 // cuflash/mufu.py over all 2^32 of them: `wrong` counts, `example` is one of those arguments.
 
-inline float ex2(float x) {
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-inline float lg2(float x) {
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // digits: of 2^f for the 23-bit fractions f.
 inline float ex2_model(float x, const int* digits) {
     if (x != x) return __int_as_float(0x7fffffff);
@@ -161,7 +150,7 @@ inline float lg2_model(float x, const long long* values) {
 #define FUNCTION_KERNELS(NAME, TABLE)                                                                        \
     extern "C" __global__ void NAME##_range(unsigned first, unsigned count, unsigned* y) {                   \
         for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)     \
-            y[i] = __float_as_uint(NAME(__uint_as_float(first + i)));                                        \
+            y[i] = __float_as_uint(NAME##_mufu(__uint_as_float(first + i)));                                        \
     }                                                                                                        \
     extern "C" __global__ void NAME##_compare(const TABLE* table, unsigned long long* wrong,                 \
                                               unsigned* example) {                                           \
@@ -170,7 +159,7 @@ inline float lg2_model(float x, const long long* values) {
         const unsigned last = i - threads;                                                                   \
         for (;; i += threads) {                                                                              \
             const float x = __uint_as_float(i);                                                              \
-            if (__float_as_uint(NAME(x)) != __float_as_uint(NAME##_model(x, table)))                         \
+            if (__float_as_uint(NAME##_mufu(x)) != __float_as_uint(NAME##_model(x, table)))                         \
                 atomicAdd(wrong, 1ull), *example = i;                                                        \
             if (i == last) break;                                                                            \
         }                                                                                                    \
