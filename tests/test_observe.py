@@ -116,7 +116,7 @@ def test_mistakes_of_dump(watched, tmp_path, arguments, message):
 
 def test_a_checkpoint_file_needs_data(watched, tmp_path):
     text = run("dump", str(Run(watched[0]).checkpoint_path(3)), "-o", str(tmp_path / "x.h5"), code=2)
-    assert "name one with --data" in " ".join(text.split())
+    assert "name some with --data" in " ".join(text.split())
 
 
 def test_mistakes_of_train(tmp_path):
