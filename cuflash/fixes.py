@@ -103,6 +103,21 @@ class QiuB2(Qiu):
     rounded_threshold = True
 
 
+class Shift(Fix):
+    """β·r_m above zero, γ·r_m below, and an offset: the variants of arXiv 2510.04212, appendix C.
+
+    A tolerance ε beyond every S makes it unconditional: each row with two keys or more is shifted.
+    """
+
+    name = "shift"
+    parameters = {"beta": 1.0, "gamma": 1.0, "offset": 0.0, "epsilon": 0.0}
+    least = {"beta": 0, "epsilon": 0}
+    cuda_rule = "__fadd_rn(r_m > 0.f ? __fmul_rn(beta, r_m) : __fmul_rn(gamma, r_m), offset)"
+
+    def rule(self, r_m: np.ndarray, ties: np.ndarray) -> np.ndarray:
+        return np.where(r_m > 0, self.beta * r_m, self.gamma * r_m) + self.offset
+
+
 class Capped(Fix):
     """r_m + min(max((β−1)·r_m if r_m > 0 else |r_m|, 0.01), cap), over all tiles so far.
 
@@ -140,7 +155,7 @@ class Capped(Fix):
         return self._wanted(r_m) > self.cap
 
 
-FIXES: dict[str, type[Fix]] = {f.name: f for f in (Fix, QiuB7, QiuB2, Capped)}
+FIXES: dict[str, type[Fix]] = {f.name: f for f in (Fix, QiuB7, QiuB2, Shift, Capped)}
 RECOMMENDED = "capped"  # what `on` means
 
 
