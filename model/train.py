@@ -168,12 +168,13 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss of EVAL_BATCHES fixed batches of the validation text."""
         c = self.config
-        losses = [
-            self.model.loss(
-                *batch(self.data.val, c.block_size, self._samples(0), seed=0, step=i), Key(c.seed)
-            )
-            for i in range(EVAL_BATCHES)
-        ]
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # a loss of NaN says so itself
+            losses = [
+                self.model.loss(
+                    *batch(self.data.val, c.block_size, self._samples(0), seed=0, step=i), Key(c.seed)
+                )
+                for i in range(EVAL_BATCHES)
+            ]
         return sum(losses) / len(losses)
 
     def _gradients(self) -> tuple[list[Any], Params, list[list[Any]]]:
