@@ -201,16 +201,22 @@ def _write(out: str, title: str, claims: Any, body: str, figures: Any, tables: A
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["cuflash", *sys.argv[1:]])
     environment = session.environment() | {"device": device}
+    tables = {name: rows for name, rows in (tables | {"claims": [report.as_row(c) for c in claims]}).items() if rows}
     for name, rows in tables.items():
         report.write_csv(folder / f"{name}.csv", rows)
-    report.write_csv(folder / "claims.csv", [report.as_row(c) for c in claims])
-    report.write_hdf5(folder / "study.h5", tables | {"claims": [report.as_row(c) for c in claims]},
+    report.write_hdf5(folder / "study.h5", tables,
                       environment | {"command": command}
                       | {f"precision {name}": p.to_toml() for name, p in precisions.items()})
     report.write_figures(folder, figures)
-    text = "\n".join([f"# {title}", "", report.claims_table(claims), body,
+    text = "\n".join([f"# {title}", "", *([report.claims_table(claims)] if claims else []), body,
                       report.reproduce(command, environment, data, precisions)])
     report.write_report(folder / "report.md", text)
     for c in claims:
         click.echo(f"figure {c.figure}: {c.paper}: {c.verdict}")
     click.echo(f"{folder / 'report.md'}")
+
+
+from cuflash.cli import study_why  # after the group that it adds to
+
+for _command in study_why.COMMANDS:
+    study.add_command(_command)

@@ -15,7 +15,7 @@ from cuflash.whole_file import whole_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERDICTS = ("confirmed", "in part", "not confirmed")
+VERDICTS = ("confirmed", "in part", "not confirmed", "undecided")
 
 
 @dataclass(frozen=True)

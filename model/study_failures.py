@@ -1,0 +1,231 @@
+"""`cuflash study isolate | sweep | cures | bisect`: what each runs and measures; model/why_report.py writes it up."""
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cuflash.model import blas, session, study_arms
+from cuflash.model.bisect import FAILING, SAVING, Bisection, Decision, Subset, Undecided
+from cuflash.model.config import TrainConfig, resolve
+from cuflash.model.data import load
+from cuflash.model.limits import Limits, limits
+from cuflash.model.run import Run, write_whole
+from cuflash.model.runner import free_gpu
+from cuflash.model.screen import ALL, Ranked, Screened, ranking, screen
+from cuflash.model.states import states_before
+from cuflash.model.study_scales import Scale
+from cuflash.model.train import Trainer
+from cuflash.model.trials import Arm, Results, Study, Tally, Trial, merged
+
+
+def kept(path: pathlib.Path, key: Any, kind: type, make: Callable[[], list[Any]]) -> list[Any]:
+    """Rows of a dataclass, from a JSON file if it has them under this key, else made and written there."""
+    key = json.loads(json.dumps(key))
+    if path.is_file():
+        stored = json.loads(path.read_text("utf-8"))
+        if stored["key"] == key:
+            return [kind(**row) for row in stored["rows"]]
+    rows = make()
+    text = json.dumps({"key": key, "rows": [asdict(r) for r in rows]}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    return rows
+
+
+@dataclass
+class Found:
+    """What a study of arms found: arms in their order, tallies, runs."""
+
+    arms: list[Arm]
+    tallies: list[Tally]
+    trials: list[Trial]
+
+    def tally(self, name: str) -> Tally | None:
+        return next((t for t in self.tallies if t.arm == name), None)
+
+    def of(self, name: str) -> list[Trial]:
+        return [t for t in self.trials if t.arm == name]
+
+
+def decide(study: Study, arms: Sequence[Arm], against: str = "") -> Found:
+    tallies = study.decide(arms, against=against)
+    return Found(list(arms), tallies, [t for a in arms for t in study.trials(a)])
+
+
+def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ()) -> Found:
+    """The isolation table; the run of low precision comes first where heads are chosen by it."""
+    config = resolve(study.common)
+    heads = scale.heads
+    if heads is None:
+        base, seeds = study_arms.base(precision), study.seeds[:1]
+        study.decide([base], seeds=seeds, test=False)
+        first = study.trials(base, seeds)
+        if not first:
+            return Found([], [], [])
+        heads = strongest_heads(Run(study.folder / first[0].folder), scale.layer)
+    rows = study_arms.isolation(precision, n_layer=config.n_layer, layer=scale.layer, heads=heads)
+    return decide(study, [*rows, *own], study_arms.ALL_FP32)
+
+
+def strongest_heads(run: Run, layer: int) -> tuple[int, ...]:
+    """The half of a layer's heads whose W_Q had the largest spectral norms at the end of a run."""
+    name = f"spectral/L{layer:02d}/q_heads"
+    norms = run.layers[name]
+    last = norms[np.isfinite(norms).all(axis=1)][-1]
+    return tuple(sorted(np.argsort(-last, kind="stable")[:max(1, len(last) // 2)].tolist()))
+
+
+# ---- sweep ----------------------------------------------------------------------------------------
+
+LIMIT_BETAS = (1.001, 1.01, 1.1, *study_arms.BETAS)
+
+
+def limit_table(precision: str) -> list[Limits]:
+    """Where each fix, and each β and γ, stops working."""
+    fixes = [f"qiu-b7:beta={b:g}" for b in LIMIT_BETAS] + ["qiu-b2", "capped"]
+    fixes += [f"shift:beta=2,gamma={g:g}" for g in study_arms.GAMMAS]
+    return [row for f in fixes for row in limits(f, precision)]
+
+
+# ---- cures ----------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a step of an arm that ran alone: the fastest of some."""
+
+    arm: str
+    ms: float
+
+
+def timings(study: Study, arms: Sequence[Arm], steps: int) -> list[Timing]:
+    """Each arm by itself, one after the other, in a process of the study's executor; kept in timing.json."""
+    known = study.folder / "timing.json"
+    key = {"common": study.common, "steps": steps, "arms": [(a.name, a.flags) for a in arms]}
+
+    def make() -> list[Timing]:
+        found = []
+        for arm in arms:
+            results = Results(study.executor)
+            results.submit(arm.name, step_ms, merged(study.common, arm.options), steps)
+            while (ended := results.next(study.board.interval)) is None:
+                pass
+            found.append(Timing(*ended))
+            study.board.say(f"{arm.name}: {found[-1].ms:.3g} ms a step, alone")
+        return found
+    return kept(known, key, Timing, make)
+
+
+RATE = 3e14  # FLOP/s, a third of an H200's peak
+
+
+def step_ms(options: dict[str, Any], steps: int) -> float:
+    """The fastest of so many steps of a new training, in milliseconds, after two that compile and allocate."""
+    config = session.options(None, options)
+    blas.one_thread_if_small(config.n_embd)
+    trainer, best = Trainer(config, load(config.data)), float("inf")
+    for i in range(steps + 2):
+        begun = time.perf_counter()
+        trainer.settled(trainer.step())
+        if i >= 2:
+            best = min(best, 1000 * (time.perf_counter() - begun))
+    del trainer
+    free_gpu(config)
+    return best
+
+
+def expected_ms(config: TrainConfig) -> tuple[float, str]:
+    """Milliseconds of a step, and how they are known: one micro-batch measured on a GPU, else a stated rate."""
+    if session.use_gpu(config):
+        one = merged(config.to_dict(), {"grad_accum": 1})
+        return config.grad_accum * step_ms(one, 2), "measured on one micro-batch"
+    flops = config.gpt().flops_per_token() * config.batch_size * config.grad_accum * config.block_size
+    return flops / RATE * 1000, f"at a stated rate of {RATE / 1e12:g} TFLOP/s, as no GPU is here to measure"
+
+
+# ---- bisect ---------------------------------------------------------------------------------------
+
+@dataclass
+class Bisected:
+    """What `bisect` found. `failing` and `saving` are None where there is no such set, `why` says why."""
+
+    run: str
+    onset: int
+    states: list[int]
+    screened: list[Screened]
+    ranked: list[Ranked]
+    decisions: list[Decision] = field(default_factory=list)
+    failing: Subset | None = None
+    saving: Subset | None = None
+    why: dict[str, str] = field(default_factory=dict)
+    runs: int = 0
+
+
+def failing_run(study: Study, precision: str) -> Trial | None:
+    """The first run of low precision that fails, over the study's seeds; None where none does yet."""
+    arm = study_arms.base(precision)
+    for seed in study.seeds:
+        study.decide([arm], seeds=(seed,), test=False)
+        found = study.trials(arm, (seed,))
+        if not found:
+            return None
+        if found[0].failed:
+            return found[0]
+    return None
+
+
+def screened(study: Study, run: Run, states: Sequence[int], samples: int, out: pathlib.Path) -> list[Screened]:
+    """Screens these states, several at once, kept in screen.json."""
+    def make() -> list[Screened]:
+        results = Results(study.executor)
+        for step in states:
+            results.submit(step, screen, run.path, step, range(samples))
+        rows: dict[int, list[Screened]] = {}
+        while results.open:
+            if ended := results.next(study.board.interval):
+                rows[ended[0]] = ended[1]
+                study.board.say(f"screened the state of step {ended[0]}")
+        return [row for step in states for row in rows[step]]
+    return kept(out / "screen.json", {"run": str(run.path), "states": list(states), "samples": samples}, Screened,
+                make)
+
+
+def bisect(study: Study, run: Run, onset: int, out: pathlib.Path, *, states: int = 3, samples: int = 2, top: int = 3,
+           horizon: int = 0, kinds: Sequence[str] = (FAILING, SAVING)) -> Bisected:
+    """Screens the states before a failure, then looks for the minimal sets on forks of the first of them.
+
+    Args:
+        onset: the step where the failure shows.
+        top: sites that are tried alone, at most.
+        horizon: steps of a fork; 0: twice as many as from the state to the failure, and ten logged ones at least.
+
+    Raises:
+        ValueError: the run has no state from before its failure.
+    """
+    config = resolve(run.config["train"])
+    steps = states_before(run, onset, states)
+    rows = screened(study, run, steps, samples, out)
+    found = Bisected(str(run.path), onset, steps, rows, ranking(rows))
+    end = steps[0] + (horizon or max(2 * (onset - steps[0]), 10 * config.log_every))
+    fork = f"{run.path}@{steps[0]}"
+    options = {"steps": end, "round": config.round}
+    search = Bisection(study, fork, config.resolved_precision(), options, out / "decisions.json", config.n_layer,
+                       config.n_head)
+    ranked = [r.site for r in found.ranked if r.site != ALL]
+    for kind in kinds:
+        try:
+            subset, why = search.minimal(kind, ranked, top)
+        except Undecided as e:
+            subset, why = None, "time is over"
+            study.left.append(f"bisect, the minimal {kind} set: at {e}")
+        found.why[kind] = why
+        if kind == FAILING:
+            found.failing = subset
+        else:
+            found.saving = subset
+    found.decisions, found.runs = search.decisions, search.runs
+    return found
+

@@ -1,0 +1,99 @@
+"""The studies of arms on real runs: what is measured beside them, and what is kept."""
+import dataclasses
+
+import pytest
+
+from cuflash.model import study_failures
+from cuflash.model.bisect import FAILING, SAVING
+from cuflash.model.config import resolve
+from cuflash.model.run import Run
+from cuflash.model.study_failures import Found, bisect, decide, expected_ms, failing_run, isolate, kept, limit_table
+from cuflash.model.study_scales import MINUTES
+from cuflash.model.trials import Arm
+from tests.tiny_study import TINY, Quiet, overflowing, study
+
+
+SHORT = TINY | {"steps": 16}  # the overflow comes before
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    x: int
+
+
+def test_kept_rows_are_made_once_for_a_key(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return [Row(len(made))]
+    path = tmp_path / "sub" / "rows.json"
+    assert [kept(path, key, Row, make) for key in ((1, 2), (1, 2), (1, 3))] == [[Row(1)], [Row(1)], [Row(2)]]
+
+
+@pytest.fixture(scope="module")
+def overflow(tmp_path_factory):
+    """A precision that overflows, with its study's folder."""
+    folder = tmp_path_factory.mktemp("overflow")
+    return folder, overflowing(folder)
+
+
+def test_isolation_finds_the_site(overflow):
+    folder, low = overflow
+    with study(folder / "study", SHORT, board=Quiet(), seeds=(1, 2)) as s:  # two failures decide
+        found = isolate(s, low, MINUTES, [Arm.parse(f"own: --precision {low} --round attn.o_acc=fp32")])
+    verdicts = {t.arm: t.verdict for t in found.tallies}
+    trains = {"attn fp32", "tiling off", "O fp32", "Ō fp32", "bf16-fa2", "own"}  # where Ō is in more than e2m4
+    assert {name for name, v in verdicts.items() if v == "undecided"} == trains
+    assert {v for name, v in verdicts.items() if name not in trains} == {"fails"}
+    heads = next(a for a in found.arms if a.name.startswith("O fp32 in heads"))
+    layers = Run(folder / "study" / found.of("low")[0].folder).layers["spectral/L01/q_heads"][-1]
+    assert heads.name == f"O fp32 in heads {layers.argmax()}"  # the stronger half of two
+    assert found.tally("own").runs == 2 and found.tally("nobody") is None
+
+
+def test_bisection_finds_the_site(overflow, tmp_path):
+    folder, low = overflow
+    with study(folder / "study", SHORT, board=Quiet(), seeds=range(1, 6)) as s:
+        trial = failing_run(s, low)
+        run = Run(s.folder / trial.folder)
+        found = bisect(s, run, trial.onset, tmp_path, states=2, samples=1, top=1, horizon=6)
+    assert found.failing.sites == found.saving.sites == ("attn.o_acc",) and found.why == {FAILING: "", SAVING: ""}
+    assert len(found.states) == 2 and found.states[-1] + 1 < trial.onset
+    assert found.runs == sum(d.runs for d in found.decisions) > 0
+    again = Quiet()
+    with study(folder / "study", SHORT, board=again, seeds=range(1, 6)) as s:
+        assert bisect(s, run, trial.onset, tmp_path, states=2, samples=1, top=1, horizon=6) == found
+    assert again.lines == []
+
+
+def test_a_precision_that_never_fails_has_no_failing_run(tmp_path):
+    with study(tmp_path, TINY | {"steps": 4}, board=Quiet(), seeds=(1, 2)) as s:
+        assert failing_run(s, "bf16") is None
+    with study(tmp_path, TINY | {"steps": 4}, board=Quiet(), seeds=(1, 2), budget=0) as s:
+        assert isolate(s, "fp16-fa2", MINUTES) == Found([], [], []) and s.left
+
+
+def test_times_of_arms_that_run_alone(tmp_path):
+    arms = [Arm("a", {"precision": "bf16"}), Arm("b", {"precision": "fp32"})]
+    with study(tmp_path, TINY, board=Quiet()) as s:
+        found = study_failures.timings(s, arms, 2)
+        assert [t.arm for t in found] == ["a", "b"] and all(0 < t.ms < 1e4 for t in found)
+        assert study_failures.timings(s, arms, 2) == found  # to the last digit: it was kept
+
+
+def test_a_cost_without_a_gpu_states_its_rate():
+    c = resolve(TINY | {"precision": "bf16"})
+    ms, how = expected_ms(c)
+    assert ms == pytest.approx(1000 * c.gpt().flops_per_token() * 32 / 3e14) and "300 TFLOP/s" in how
+
+
+def test_limit_table():
+    rows = limit_table("bf16")
+    assert {r.side for r in rows} == {"above 0", "below 0"} and len({r.fix for r in rows}) == len(rows) / 2
+
+
+def test_decide_gives_the_runs_with_the_tallies(tmp_path):
+    with study(tmp_path, TINY | {"steps": 4}, board=Quiet(), seeds=(1, 2)) as s:
+        found = decide(s, [Arm("a", {"precision": "bf16"})])
+    assert [(t.arm, t.seed) for t in found.trials] == [("a", 1), ("a", 2)] == [(t.arm, t.seed) for t in found.of("a")]
