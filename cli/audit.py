@@ -57,6 +57,8 @@ KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
 )
 @click.option("--monte-carlo", is_flag=True,
               help="The bias of Ō and O against the number of ties and the size of the rest; needs no FILE.")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+              help="Where the audited precisions run; golden, which is fp64, on the CPU.")
 @click.option("-o", "--out", type=OUT_FILE,
               help="Write the errors of δ and O by token and feature here, in HDF5, for cuflash plot.")
 @click.option("--json", "json_file", type=OUT_FILE, help="Write everything here, by head too.")
@@ -67,7 +69,7 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     FILE is a safetensors, npz or HDF5 file with arrays q, k, v and, for all that concerns gradients, do:
     (batch, heads, T, head_dim), (heads, T, head_dim) or (T, head_dim). RUN is a run folder, RUN@STEP, a checkpoint,
     or GPT-2's weights as safetensors: what its attention takes in training's next pass is audited, layer by
-    layer. It needs no GPU.
+    layer.
 
     \b
     cuflash audit qkv.safetensors --causal
@@ -134,6 +136,13 @@ def _precisions(given: Sequence[str | Precision], options: dict[str, Any]) -> li
     return found
 
 
+def _device(options: dict[str, Any]) -> str:
+    from cuflash.kernels import gpu_reason
+    if options["device"] == "gpu" and (reason := gpu_reason()):
+        raise ValueError(f"--device gpu: {reason}")
+    return options["device"]
+
+
 def _of_file(file: str, options: dict[str, Any]) -> _Work:
     for option in ("layers", "step", "data"):
         if options[option] is not None:
@@ -143,7 +152,8 @@ def _of_file(file: str, options: dict[str, Any]) -> _Work:
     capture = Capture.of(**arrays, **{name: options[name]
                                       for name in ("causal", "scale", "layout", "layer")},
                          heads=numbers("--heads",
-                                       options["heads"]), batch=numbers("--batch", options["batch"]))
+                                       options["heads"]), batch=numbers("--batch", options["batch"]),
+                         device=_device(options))
     return _Work({options["layer"]: capture}, precisions, fix, _inputs(file, arrays, capture))
 
 
@@ -154,7 +164,7 @@ def _of_run(run: str, options: dict[str, Any]) -> _Work:
             f"--causal, --scale, --layout and --layer are for a file of arrays; {run} knows its own "
             "(and takes --layers)")
     samples = numbers("--batch", options["batch"])
-    p = one_pass(run, step=options["step"], data=options["data"], samples=samples)
+    p = one_pass(run, step=options["step"], data=options["data"], samples=samples, device=_device(options))
     count = p.header.model.n_layer
     layers = numbers("--layers", options["layers"]) or list(range(count))
     if layers[-1] >= count:

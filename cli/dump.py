@@ -26,12 +26,13 @@ from cuflash.cli.outputs import OUT_FILE
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="Set a switch, as delta_from=p_dp.")
 @click.option("--fix", help="Another fix of the row maximum than the run's.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or gpu.")
 @click.option("-o", "--out", required=True, type=OUT_FILE,
               help="The HDF5 file, replaced if it exists.")
 def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None,
          sites: str, layers: str | None, heads: str | None, batch: str | None, rows: str | None,
          precision: str | None, rounds: tuple[str, ...], settings: tuple[str, ...], fix: str | None,
-         out: str) -> None:
+         device: str, out: str) -> None:
     """Every chosen intermediate of one forward and backward pass, in its true bits.
 
     Of RUN (a run folder, RUN@STEP, a checkpoint) or WEIGHTS (GPT-2 as FILE.safetensors, in precision bf16-fa2
@@ -54,7 +55,7 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
         chosen = {name: numbers(f"--{name}", text) for name, text in
                   (("layers", layers), ("heads", heads), ("batch", batch), ("rows", rows))}
         p = one_pass(run, step=step, data=data, data_seed=data_seed, batch_size=batch_size,
-                     samples=chosen["batch"], precision=precision, rounds=rounds, settings=settings, fix=fix)
+                     samples=chosen["batch"], precision=precision, rounds=rounds, settings=settings, fix=fix, device=device)
         m = p.header.model
         for name, count in (("layers", m.n_layer), ("heads", m.n_head), ("rows", m.block_size)):
             outside = [n for n in chosen[name] or () if n >= count]
@@ -66,4 +67,4 @@ def dump(run: str, step: int | None, data: str | None, data_seed: int | None, ba
         written = read(out)
     click.echo(
         f"{out}: {len(written)} sites of step {p.step} under {p.model.precision.describe()}, "
-        f"fix {p.model.fix}; loss {loss:.4f}")
+        f"fix {p.model.fix}, on the {'GPU' if p.model.gpu else 'CPU'}; loss {loss:.4f}")

@@ -4,7 +4,8 @@
 
 #include "attention_backward.cuh"
 
-// Eight lanes a row: lane t sums elements 8t … 8t + 7 of each 64, then t + 4, t + 2, t + 1 join.
+// Eight lanes a row: lane t sums elements 8t … 8t + 7 of each 64, then t + 4, t + 2, t + 1 join. At head dims from
+// 65 to 96 four of them sum those of each 32.
 template <class T>
 inline void load8(float (&x)[8], const T* from, int count, bool aligned) {
     if (aligned && count >= 8) {
@@ -42,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(Array<const vo
         const O* o_row = place.rows_of<O>(o, false) + row * o.row;
         const bool dout_aligned = aligned16(dout_row, dout.row * sizeof(DO)),
                    o_aligned = aligned16(o_row, o.row * sizeof(O));
-        for (int col = 8 * lane; col < args.d; col += 64) {
+        const int width = args.d > 64 && args.d <= 96 ? 32 : 64;
+        for (int col = 8 * lane; col < args.d && 8 * lane < width; col += width) {
             float a[8], b[8];
             load8(a, dout_row + col, args.d - col, dout_aligned);
             load8(b, o_row + col, args.d - col, o_aligned);

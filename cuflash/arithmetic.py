@@ -92,15 +92,20 @@ def row_sum(p: np.ndarray) -> np.ndarray:
 
 
 def delta_sum(products: np.ndarray) -> np.ndarray:
-    """δ's sum over the last axis: sum t of eight takes elements 8t…8t+7 of each 64, then t+4, t+2, t+1."""
-    if products.shape[-1] % 64:
-        pad = np.zeros((*products.shape[:-1], -products.shape[-1] % 64), products.dtype)
+    """δ's sum over the last axis: sum t of eight takes elements 8t…8t+7 of each 64, then t+4, t+2, t+1.
+
+    At head dims from 65 to 96 four sums take those of each 32, as FlashAttention-2 has it.
+    """
+    d = products.shape[-1]
+    width = 32 if 64 < d <= 96 else 64
+    if d % width:
+        pad = np.zeros((*products.shape[:-1], -d % width), products.dtype)
         products = np.concatenate([products, pad], axis=-1)
-    eights = products.reshape(*products.shape[:-1], products.shape[-1] // 64, 8, 8)
-    sums = np.zeros((*products.shape[:-1], 8), products.dtype)
+    eights = products.reshape(*products.shape[:-1], products.shape[-1] // width, width // 8, 8)
+    sums = np.zeros((*products.shape[:-1], width // 8), products.dtype)
     for block in range(eights.shape[-3]):
         for element in range(8):
             sums += eights[..., block, :, element]
-    fours = sums[..., :4] + sums[..., 4:]
-    twos = fours[..., :2] + fours[..., 2:]
-    return twos[..., 0] + twos[..., 1]
+    while (half := sums.shape[-1] // 2) > 0:
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]

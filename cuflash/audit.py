@@ -22,6 +22,8 @@ from cuflash.attention import flash_attention, flash_attention_backward, flash_a
 from cuflash.attention_arguments import INPUTS, LAYOUTS
 from cuflash.errors import ranges, unknown
 from cuflash.fixes import Fix, as_fix
+from cuflash.kernels import import_cupy
+from cuflash.launch import on_gpu
 from cuflash.philox import Key
 from cuflash.precision import SWITCHES, Precision, as_precision
 from cuflash.site_table import SITES
@@ -39,7 +41,8 @@ GRADIENTS = ("dq", "dk", "dv")
 class Capture:
     """Inputs of one attention, (batch, heads, T, head_dim), and how it is called; make it by `Capture.of`.
 
-    `heads` and `batch` are the numbers that heads and samples had before the capture was narrowed.
+    `heads` and `batch` are the numbers that heads and samples had before the capture was narrowed. `device` is
+    where it is computed, `cpu` or `gpu`; golden always on the CPU.
     """
 
     q: np.ndarray
@@ -51,12 +54,13 @@ class Capture:
     layer: int
     heads: tuple[int, ...]
     batch: tuple[int, ...]
+    device: str = "cpu"
 
     @classmethod
-    def of(cls, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray | None = None, *,
+    def of(cls, q: Any, k: Any, v: Any, do: Any = None, *,
            causal: bool = False, scale: float | None = None, layout: str = "bhtd",
            heads: Sequence[int] | None = None, batch: Sequence[int] | None = None,
-           layer: int = 0) -> "Capture":
+           layer: int = 0, device: str | None = None) -> "Capture":
         """A capture from arrays (B, H, T, D), (H, T, D) or (T, D); in layout `bthd`, (B, T, H, D), (T, H, D).
 
         Args:
@@ -64,12 +68,16 @@ class Capture:
             scale: α, default fl32(1/√head_dim).
             heads, batch: the query heads and samples to look at; default all.
             layer: the layer that it is from, for roundings scoped to layers.
+            device: `cpu` or `gpu`; default where q lies, of NumPy or CuPy.
 
         Raises:
             ValueError, TypeError: an argument is not valid, or an array holds NaN or Inf.
         """
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
+        if device not in (None, "cpu", "gpu"):
+            raise unknown("device", device, ("cpu", "gpu"))
+        device = device or ("gpu" if on_gpu(q) else "cpu")
         given = {"q": q, "k": k, "v": v, "do": do}
         arrays = {n: _four_axes(n, a, layout) for n, a in given.items() if a is not None}
         for n, a in arrays.items():
@@ -104,7 +112,7 @@ class Capture:
         for name, a in arrays.items():
             _check_finite(name, a)
         q, k, v, do = (arrays.get(n) for n in given)
-        return cls(q, k, v, do, bool(causal), scale, int(layer), heads, batch)
+        return cls(q, k, v, do, bool(causal), scale, int(layer), heads, batch, device)
 
     @property
     def rows(self) -> int:
@@ -137,11 +145,13 @@ class Capture:
             q, k, v, do = (x if x is None else x[part] for x in (self.q, self.k, self.v, self.do))
             if precision.is_fp64:
                 q, k, v, do = (x if x is None else x.astype(np.float64) for x in (q, k, v, do))
+            elif self.device == "gpu":
+                q, k, v, do = (x if x is None else import_cupy().asarray(x) for x in (q, k, v, do))
             o, saved = flash_attention_forward(
                 q, k, v, causal=self.causal, scale=self.scale, precision=precision, fix=fix,
                 key=Key(0, layer=self.layer, sample=number), watch=watch_all)
             results.append((o,) if do is None else (o, *flash_attention_backward(do, saved, watch=watch_all)))
-        o, *gradients = (np.concatenate(x) for x in zip(*results))
+        o, *gradients = (np.concatenate([y.get() if on_gpu(y) else y for y in x]) for x in zip(*results))
         return Pass(o, delta, *gradients) if gradients else Pass(o)
 
     def _together(self) -> Iterator[tuple[int, int]]:
@@ -370,8 +380,10 @@ def _try(capture: Capture, golden: Pass, judged: DeltaError, change: str, precis
 # ---- small things -------------------------------------------------------------------------------
 
 def _four_axes(name: str, x: Any, layout: str) -> np.ndarray:
+    if on_gpu(x):
+        x = x.get()
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} must be a NumPy array, not {type(x).__name__}")
+        raise TypeError(f"{name} must be an array of NumPy or CuPy, not {type(x).__name__}")
     if not 2 <= x.ndim <= 4:
         last = "(B, H, T, D), (H, T, D)" if layout == "bhtd" else "(B, T, H, D), (T, H, D)"
         raise ValueError(f"{name} has shape {x.shape}; layout {layout} needs {last} or (T, D)")

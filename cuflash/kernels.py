@@ -340,7 +340,8 @@ def upload(kernel: Any, symbol: str, data: bytes) -> None:
     """Queues a copy to an `extern "C"` __device__ variable of the module that `kernel` came with."""
     to = _modules[id(kernel)].get_global(symbol)
     # CUDA has read pageable memory of this size when the call returns.
-    to.copy_from_host_async(ctypes.c_char_p(data), len(data), import_cupy().cuda.get_current_stream())
+    address = ctypes.cast(data, ctypes.c_void_p)
+    to.copy_from_host_async(address, len(data), import_cupy().cuda.get_current_stream())
 
 
 @functools.cache

@@ -3,7 +3,10 @@
 `check(MyFix)` compares the Python and the CUDA body of a plugin; `check_device()` is what
 `cuflash info --check` runs.
 """
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -105,14 +108,27 @@ def device_cases(accumulator: str) -> list[Case]:
     return cases
 
 
-def check_device(seed: int) -> Iterator[tuple[Case, list[str]]]:
-    """Each case and the outputs that differ, one after another; needs a GPU (`kernels.gpu_reason`)."""
+def check_device(seed: int, jobs: int | None = None) -> Iterator[tuple[Case, list[str]]]:
+    """Each case and the outputs that differ, as they are found; needs a GPU (`kernels.gpu_reason`).
+
+    Args:
+        seed: of the inputs.
+        jobs: processes, which compile kernels and compute references side by side; by default as many as there
+            are cores, at most 8.
+    """
     cupy = kernels.import_cupy()
     capability = kernels.capability(cupy.cuda.Device().id)
     accumulator = "hopper" if capability >= 90 else "ampere"  # newer ones are held against the newest model
-    rng = np.random.default_rng(seed)
-    for case in device_cases(accumulator):
-        yield case, differences(case, rng)
+    cases = device_cases(accumulator)
+    jobs = jobs or min(8, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = {pool.submit(_differences, case, (seed, i)): case for i, case in enumerate(cases)}
+        for future in as_completed(found):
+            yield found[future], future.result()
+
+
+def _differences(case: Case, seed: tuple[int, int]) -> list[str]:
+    return differences(case, np.random.default_rng(seed))
 
 
 def check(plugin: Fix | type[Fix] | Mode | str, seed: int = 0) -> None:

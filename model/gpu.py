@@ -56,8 +56,9 @@ def use_gpu(config: TrainConfig) -> bool:
     return reason is None
 
 
-def placed(config: GPTConfig, params: Params, precision: Precision, fix: Fix, device: str) -> Params:
-    """Parameters where a forward pass can run: copied to the GPU, or as they are for the CPU.
+def placed(config: GPTConfig, params: Params, precision: Precision, fix: Fix, device: str,
+           directions: tuple[str, ...] = ("fwd",)) -> Params:
+    """Parameters where a pass can run, forward or `("fwd", "bwd")`: copied to the GPU, or as they are for the CPU.
 
     Raises:
         ValueError: no such device, or the GPU was asked for by name and cannot run it.
@@ -66,7 +67,7 @@ def placed(config: GPTConfig, params: Params, precision: Precision, fix: Fix, de
         raise unknown("--device", device, DEVICES)
     if device == "cpu":
         return params
-    reason = kernels.gpu_reason() or _cannot_run(config, precision, fix, ("fwd",))
+    reason = kernels.gpu_reason() or _cannot_run(config, precision, fix, directions)
     if reason and device == "gpu":
         raise ValueError(f"--device gpu: {reason}")
     return params if reason else Flat.of(params).arrays

@@ -12,6 +12,7 @@ from cuflash.model.checkpoint import Header
 from cuflash.model.config import resolve
 from cuflash.model.data import batch, load
 from cuflash.model.gpt import GPT, Params
+from cuflash.model.gpu import placed
 from cuflash.model.run import run_of
 from cuflash.model.sample import load_model
 from cuflash.philox import Key
@@ -42,13 +43,13 @@ class Pass:
         """Loss in nats and gradients of the batch."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             loss, grads, _ = self.model.loss_and_grads(self.x, self.y, self.key)
-        return loss, grads
+        return float(loss), grads
 
 
 def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | None = None,
              data_seed: int | None = None, batch_size: int | None = None,
              samples: Sequence[int] | None = None, precision: str | None = None, rounds: Sequence[str] = (),
-             settings: Sequence[str] = (), fix: Fix | str | None = None) -> Pass:
+             settings: Sequence[str] = (), fix: Fix | str | None = None, device: str = "cpu") -> Pass:
     """The pass of a run's checkpoint, or of a file: a checkpoint, or GPT-2's weights as safetensors, which count as
     step 0 and are computed in bf16-fa2 unless `precision` is given.
 
@@ -58,6 +59,7 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
         data, data_seed, batch_size: instead of the run's; batch_size is 1 for a file.
         samples: only samples up to the largest of these are computed; their numbers, and so their bits, stay.
         precision, rounds, settings, fix: instead of the run's precision and fix, or changing them.
+        device: `auto`, `cpu` or `gpu`.
 
     Raises:
         ValueError: for any of these that is not valid, and for a damaged checkpoint.
@@ -84,7 +86,8 @@ def one_pass(path: str | pathlib.Path, *, step: int | None = None, data: str | N
                  seed=1 if data_seed is None else data_seed, step=at + 1)
     p = as_precision(precision) if precision else model.precision
     p = p.set(*settings).round(*rounds)
-    model = GPT(header.model, model.params, p, as_fix(header.fix if fix is None else fix))
+    fix = as_fix(header.fix if fix is None else fix)
+    model = GPT(header.model, placed(header.model, model.params, p, fix, device, ("fwd", "bwd")), p, fix)
     return Pass(model, header, at, x, y, Key(seed, at + 1), loaded.sha256)
 
 

@@ -327,11 +327,12 @@ class Slow:
         return [y * (F(1) / self.l[i]) for y in p] if self.p.p_bwd_from == "m_l" else p
 
     def delta_sum(self, products):
-        """Eight sums of eight elements of each 64, joined."""
-        sums = [ZERO] * 8
+        """Sums of eight elements of each 64 (32 at head dims from 65 to 96), joined."""
+        n = 4 if len(products) in range(65, 97) else 8
+        sums = [ZERO] * n
         for c, x in enumerate(products):
-            sums[c % 64 // 8] = sums[c % 64 // 8] + x
-        for step in (4, 2, 1):
+            sums[c // 8 % n] = sums[c // 8 % n] + x
+        for step in (4, 2, 1)[-2 if n == 4 else 0:]:
             sums = [sums[t] + sums[t + step] for t in range(step)]
         return sums[0]
 
