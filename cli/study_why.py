@@ -207,7 +207,7 @@ def sweep(precision: str, what: str, own: tuple[str, ...], **options: Any) -> No
         arms = [*study_arms.sweep(precision, begun.study.common["lr"], what.split(",")), *_own(own, precision)]
         limits = study_failures.limit_table(precision)
         with begun.study as study:
-            found = study_failures.decide(study, arms, study_arms.ALL_FP32)
+            found = study_failures.decide(study, arms)
         more = "## Where a fix stops working\n\nTwo tied keys, no training.\n\n" + why_report.limits_table(limits)
         report = why_report.arms_report(study, found, "sweep", [], more=more)
         begun.write("sweep", "Parameters of the fix, bits and rates", report, _tables(found) | {"limits": limits},
@@ -237,15 +237,18 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
         names = precisions.split(",") if precisions else [precision]
         arms = study_arms.cures_of(names, _floats("--lrs", lrs), _own(own))
         if only_own:
-            mine = {a.name for a in _own(own)}
-            arms = [a for a in arms if a.keep or any(w in a.name for w in (study_arms.ALL_FP32, *mine))]
+            mine = {study_arms.ALL_FP32, *(a.name for a in _own(own))}
+            arms = [a for a in arms if a.keep or study_arms.cure_of(a.name) in mine]
         begun = _Begun(options, lambda c: len(arms))
-        against = next(a.name for a in arms if study_arms.ALL_FP32 in a.name)
         with begun.study as study:
-            found = study_failures.decide(study, arms, against)
+            found = study_failures.decide(study, arms)
             timed = study_failures.timings(study, arms, time_steps) if time_steps and not study.over else None
-        report = why_report.arms_report(study, found, "cures", [], timed)
-        begun.write("cures", "Cures and what they cost", report, _tables(found) | {"timing": timed or []}, [found])
+        ranking = why_report.cure_ranking(found, {t.arm: t.ms for t in timed or ()})
+        report = why_report.arms_report(study, found, "cures", [], timed, why_report.ranking_table(ranking))
+        begun.write("cures", "Cures and what they cost", report, _tables(found) 
+                    | {"timing": timed or [], "ranking": ranking}, [found])
+        for r in ranking:
+            click.echo(f"{r.cure}: trains in {r.trains} of {r.settings}, {r.cost:.3f} of the time")
 
 
 @click.command()

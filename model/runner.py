@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 from cuflash import kernels
-from cuflash.model import session
+from cuflash.model import blas, session
 from cuflash.model.config import TrainConfig, resolve
 from cuflash.model.data import load
 from cuflash.model.run import CONFIG, METRICS, Run, to_toml, write_whole
@@ -213,17 +213,22 @@ class Here:
 
 
 @contextlib.contextmanager
-def processes(jobs: int) -> Iterator[Executor]:
-    """So many processes of this machine, started afresh; they end with this one, however it ends."""
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_worker)
+def processes(jobs: int, one_thread: bool = False) -> Iterator[Executor]:
+    """So many processes of this machine, started afresh; they end with this one, however it ends.
+
+    one_thread: of BLAS in each, unless its environment variables say otherwise.
+    """
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_worker, initargs=(one_thread,))
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _worker() -> None:
+def _worker(one_thread: bool) -> None:
     """Ctrl-C is the parent's, who asks the runs to end; a parent that was killed takes its workers along."""
+    if one_thread:
+        blas.one_thread_if_small(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

@@ -34,6 +34,14 @@ def reference(precision: str) -> Arm:
                paper=TRAINS)
 
 
+def controls(arms: Sequence[Arm]) -> dict[str, str]:
+    """The arm with all of attention in fp32 that each is paired with: of its precision and rate, or the first."""
+    of = {(a.options["precision"], a.options.get("lr")): a.name for a in reversed(arms)
+          if a.options.get("round") == ("attn=fp32",)}
+    first = next((a.name for a in arms if a.name in of.values()), "")
+    return {a.name: of.get((a.options["precision"], a.options.get("lr")), first) for a in arms}
+
+
 def full(precision: str, sites: Iterable[str], scope: str = "") -> tuple[str, ...] | None:
     """--round texts that put sites in fp32, those that are short under the precision; None where none is."""
     short = short_sites(precision)
@@ -154,6 +162,11 @@ def cures_of(precisions: Sequence[str], lrs: Sequence[float] = (), own: Sequence
         return cures(precisions[0], lrs, own)
     return [dataclasses.replace(a, name=a.name if a.keep else f"{label(p)}: {a.name}")
             for p in precisions for a in cures(p, lrs, own)]
+
+
+def cure_of(name: str) -> str:
+    """An arm's name without the precision and the rate that `cures_of` has added."""
+    return name.rpartition(": ")[2].partition(", lr ")[0]
 
 
 def cures(precision: str, lrs: Sequence[float] = (), own: Sequence[Arm] = (), short: bool = False) -> list[Arm]:

@@ -4,7 +4,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from cuflash.model.states import states_before
 from cuflash.model.study_scales import Scale
 from cuflash.model.train import Trainer
 from cuflash.model.trials import Arm, Results, Study, Tally, Trial, merged
+
+T = TypeVar("T")
 
 
 def kept(path: pathlib.Path, key: Any, kind: type, make: Callable[[], list[Any]]) -> list[Any]:
@@ -51,8 +53,9 @@ class Found:
         return [t for t in self.trials if t.arm == name]
 
 
-def decide(study: Study, arms: Sequence[Arm], against: str = "") -> Found:
-    tallies = study.decide(arms, against=against)
+def decide(study: Study, arms: Sequence[Arm]) -> Found:
+    """Each arm paired with its control, fp32 attention."""
+    tallies = study.decide(arms, against=study_arms.controls(arms))
     return Found(list(arms), tallies, [t for a in arms for t in study.trials(a)])
 
 
@@ -68,7 +71,7 @@ def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ())
             return Found([], [], [])
         heads = strongest_heads(Run(study.folder / first[0].folder), scale.layer)
     rows = study_arms.isolation(precision, n_layer=config.n_layer, layer=scale.layer, heads=heads)
-    return decide(study, [*rows, *own], study_arms.ALL_FP32)
+    return decide(study, [*rows, *own])
 
 
 def strongest_heads(run: Run, layer: int) -> tuple[int, ...]:
@@ -146,6 +149,21 @@ def expected_ms(config: TrainConfig) -> tuple[float, str]:
     return flops / RATE * 1000, f"at a stated rate of {RATE / 1e12:g} TFLOP/s, as no GPU is here to measure"
 
 
+def spread_out(study: Study, names: Sequence[T], job: Callable[[T], tuple[Any, ...]], done: str) -> list[Any]:
+    """What job(name), a function and its arguments, gives for each name; several at once on the CPU."""
+    results, found = Results(study.helpers), dict[T, Any]()
+    for name in names:
+        results.submit(name, *job(name))
+    while results.open:
+        if ended := results.next(study.board.interval):
+            found[ended[0]] = ended[1]
+            study.board.live([f"  {done} {len(found)} of {len(names)}"])
+    study.board.live([])
+    study.board.say(f"{done} {len(names)} {'state' if len(names) == 1 else 'states'}"
+                    + (" and layers" if names and isinstance(names[0], tuple) else ""))
+    return [found[name] for name in names]
+
+
 # ---- bisect ---------------------------------------------------------------------------------------
 
 @dataclass
@@ -180,15 +198,10 @@ def failing_run(study: Study, precision: str) -> Trial | None:
 def screened(study: Study, run: Run, states: Sequence[int], samples: int, out: pathlib.Path) -> list[Screened]:
     """Screens these states, several at once, kept in screen.json."""
     def make() -> list[Screened]:
-        results = Results(study.executor)
-        for step in states:
-            results.submit(step, screen, run.path, step, range(samples))
-        rows: dict[int, list[Screened]] = {}
-        while results.open:
-            if ended := results.next(study.board.interval):
-                rows[ended[0]] = ended[1]
-                study.board.say(f"screened the state of step {ended[0]}")
-        return [row for step in states for row in rows[step]]
+        layers = range(resolve(run.config["train"]).n_layer)
+        rows = spread_out(study, [(step, layer) for step in states for layer in layers],
+                          lambda place: (screen, run.path, place[0], range(samples), [place[1]]), "screened")
+        return [row for some in rows for row in some]
     return kept(out / "screen.json", {"run": str(run.path), "states": list(states), "samples": samples}, Screened,
                 make)
 

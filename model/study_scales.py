@@ -62,6 +62,8 @@ def options_of(name: str, given: Mapping[str, Any], texts: Sequence[str] = ()) -
                          "of OpenWebText or FineWeb")
     if options["schedule"] == "cosine" and not options["lr_decay_steps"]:
         options["lr_decay_steps"] = options["steps"]
+    if options.get("fork"):
+        del options["model"]  # it is the forked run's; the shape must be the same
     resolve(options)
     return options
 

@@ -21,6 +21,7 @@ from cuflash.model.config import TrainConfig, resolve
 from cuflash.model.passes import one_pass
 from cuflash.model.run import Run
 from cuflash.model.train import NonFinite, header, train
+from cuflash.model.trials import Arm
 
 # What a training computes in. `bf16` and `fp16` keep attention's running values in fp32, as
 # FlashAttention-2's kernels do; `bf16-per-tile` rounds every intermediate of attention for each tile.
@@ -35,14 +36,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
 }
 KINDS = ("flash / plain", "two initialisations", "low precision / fp32")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One training: its name, which is its folder's, and the options that are its own."""
-
-    name: str
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True)

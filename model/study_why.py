@@ -8,9 +8,8 @@ from cuflash.explain import explain
 from cuflash.model import study_arms
 from cuflash.model.limits import Limits
 from cuflash.model.run import Run
-from cuflash.model.runner import Results
 from cuflash.model.states import layer_states, states_before
-from cuflash.model.study_failures import Found, decide, isolate, kept, limit_table
+from cuflash.model.study_failures import Found, decide, isolate, kept, limit_table, spread_out
 from cuflash.model.study_scales import Scale
 from cuflash.model.trials import Study
 from cuflash.model.why_measures import DeltaRow, Place, Term, Terms, delta_rows, hottest, record, term_cosine, terms
@@ -68,13 +67,13 @@ def why(study: Study, scale_name: str, scale: Scale, precision: str, *, states: 
         phases: Sequence[str] = PHASES) -> Why:
     """Trains, audits and measures, in the order of what matters most when time is short."""
     arms = [study_arms.base(precision), study_arms.reference(precision), *study_arms.fixes(precision)]
-    found = Why(scale_name, explain(""), decide(study, arms, study_arms.ALL_FP32))
+    found = Why(scale_name, explain(""), decide(study, arms))
     if "delta" in phases:
         found.audited = _audited(study, found, precision, states, samples)
     if "isolate" in phases:
         found.isolated = isolate(study, precision, scale)
     if "cures" in phases:
-        found.cures = decide(study, study_arms.cures(precision, short=True), study_arms.ALL_FP32)
+        found.cures = decide(study, study_arms.cures(precision, short=True))
     if "monte-carlo" in phases:
         low = "bf16" if precision.endswith(".toml") else precision  # a user's may overflow, which has no mean
         names = list(dict.fromkeys((low, "bf16-fa2")))
@@ -97,15 +96,8 @@ def _audited(study: Study, found: Why, precision: str, states: int, samples: int
         return None
 
     def make() -> list[DeltaRow]:
-        results = Results(study.executor)
-        for step in steps:
-            results.submit(step, delta_rows, run.path, step, range(samples))
-        rows: dict[int, list[DeltaRow]] = {}
-        while results.open:
-            if ended := results.next(study.board.interval):
-                rows[ended[0]] = ended[1]
-                study.board.say(f"audited the state of step {ended[0]}")
-        return [r for step in steps for r in rows[step]]
+        rows = spread_out(study, steps, lambda step: (delta_rows, run.path, step, range(samples)), "audited")
+        return [r for some in rows for r in some]
 
     rows = kept(study.folder / "delta.json", {"run": failed[0].folder, "states": steps, "samples": samples}, DeltaRow,
                 make)

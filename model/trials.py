@@ -8,6 +8,7 @@ Arms of one seed have its weights and its batches in common. Runs lie in FOLDER/
 import contextlib
 import hashlib
 import math
+import os
 import pathlib
 import re
 import shlex
@@ -238,6 +239,8 @@ class Study:
         self.left: list[str] = []
         self.interrupted = False
         self._executor, self._exit = executor or (None if jobs else Here()), contextlib.ExitStack()
+        self._pool: Executor | None = None
+        self._helpers: Executor | None = None
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -271,8 +274,17 @@ class Study:
     @property
     def executor(self) -> Executor:
         if self._executor is None:
-            self._executor = self._exit.enter_context(processes(self.jobs))
+            self._executor = self._pool = self._exit.enter_context(processes(self.jobs))
         return self._executor
+
+    @property
+    def helpers(self) -> Executor:
+        """For work of the CPU alone: more processes than runs at once, where cores allow."""
+        if self._helpers is None:
+            own = self._executor is None or self._pool is not None
+            cores = max(self.jobs, (os.cpu_count() or 1) // 2)
+            self._helpers = self._exit.enter_context(processes(cores, one_thread=True)) if own else self.executor
+        return self._helpers
 
     # ---- runs
 
@@ -289,12 +301,12 @@ class Study:
         return Task(str(self.path(arm, seed)), often | options, self.criterion, self.stop_early, self.deadline,
                     str(self.stop_file), arm.keep)
 
-    def decide(self, arms: Sequence[Arm], *, against: str = "", seeded: Sequence[str] = SEEDED,
+    def decide(self, arms: Sequence[Arm], *, against: Mapping[str, str] | None = None, seeded: Sequence[str] = SEEDED,
                seeds: Sequence[int] = (), test: bool = True) -> list[Tally]:
         """Runs each arm on one seed after the other until its verdict is clear, `jobs` runs at once.
 
         Args:
-            against: the arm that the others are paired with.
+            against: the arm that each one is paired with, by name.
             seeded: the options that a seed sets.
             seeds: instead of the study's.
             test: False runs all of the seeds.
@@ -329,7 +341,8 @@ class Study:
                     done[key] = found
         self.board.live([])
         trials = {a.name: self._trials(a, seeds, done) for a in arms}
-        tallies = [tally(a, trials[a.name], against, trials.get(against, ())) for a in arms]
+        other = {a.name: (against or {}).get(a.name, "") for a in arms}
+        tallies = [tally(a, trials[a.name], other[a.name], trials.get(other[a.name], ())) for a in arms]
         for t in tallies:
             if test and t.verdict == UNDECIDED:
                 used = len(trials[t.arm]) == len(seeds)

@@ -5,6 +5,7 @@ Every sentence is made of measured values; each verdict follows the rules that t
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from cuflash.deviation_report import TREND, tau
 from cuflash.model.config import TrainConfig, resolve
 from cuflash.model.limits import Limits
 from cuflash.model.run import Run
+from cuflash.model.study_arms import ALL_FP32, cure_of
 from cuflash.model.study_failures import Bisected, Found, Timing
 from cuflash.model.study_why import Audited, Why
 from cuflash.model.trials import Arm, Study, Tally, merged
@@ -100,6 +102,51 @@ def limits_table(rows: Sequence[Limits]) -> str:
 
 def figure(name: str, caption: str) -> str:
     return f"![{caption}]({name}.png)\n\n*{caption}*\n"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A cure over the settings (precision, rate) in which low precision fails and fp32 attention trains.
+
+    `cost`: time of a step by that of low precision, mean over the settings; NaN where none was taken.
+    """
+
+    cure: str
+    trains: int
+    fails: int
+    settings: int
+    cost: float
+
+
+def cure_ranking(found: Found, alone: Mapping[str, float]) -> list[Ranking]:
+    """The cures that train in most settings first, of these the cheapest; none where nothing fails."""
+    verdicts = {t.arm: t.verdict for t in found.tallies}
+    groups: dict[tuple[Any, Any], dict[str, str]] = {}
+    lows: dict[tuple[Any, Any], str] = {}
+    for a in found.arms:
+        group = a.options["precision"], a.options.get("lr")
+        groups.setdefault(group, {})[cure_of(a.name)] = a.name
+        if a.keep:
+            lows[group] = a.name
+    open_ = {g: arms for g, arms in groups.items() if g in lows and verdicts[lows[g]] == FAILS
+             and verdicts.get(arms.get(ALL_FP32, "")) == TRAINS}
+    rows = []
+    for cure in dict.fromkeys(c for arms in open_.values() for c, name in arms.items() if name not in lows.values()):
+        mine = [(g, arms[cure]) for g, arms in open_.items() if cure in arms]
+        words = [verdicts[name] for _, name in mine]
+        costs = [alone.get(name, math.nan) / alone.get(lows[g], math.nan) for g, name in mine]
+        rows.append(Ranking(cure, words.count(TRAINS), words.count(FAILS), len(words), sum(costs) / len(costs)))
+    return sorted(rows, key=lambda r: (-r.trains, r.fails, r.cost if math.isfinite(r.cost) else math.inf))
+
+
+def ranking_table(rows: Sequence[Ranking]) -> str:
+    if not rows:
+        return ("## Cures\n\nIn no setting does low precision fail and fp32 attention train, so there is nothing to "
+                "cure.\n")
+    return ("## Cures\n\nOver the settings in which low precision fails and fp32 attention trains; the cheapest of "
+            "those that train in most of them first.\n\n"
+            + table(("cure", "trains", "fails", "settings", "time of a step by low precision's"),
+                    [(r.cure, r.trains, r.fails, r.settings, number(r.cost, ".3f")) for r in rows]))
 
 
 # ---- figures of arms ------------------------------------------------------------------------------

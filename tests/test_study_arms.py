@@ -84,6 +84,19 @@ def test_cures():
     assert {a.name for a in arms.cures("bf16", short=True)} < {a.name for a in arms.cures("bf16")}
 
 
+def test_each_arm_has_its_own_control():
+    found = arms.cures_of(["bf16", "bf16-fa2"], [1e-3, 2e-3])
+    of = arms.controls(found)
+    by_name = {a.name: a for a in found}
+    for name, other in of.items():
+        mine, control = by_name[name].options, by_name[other].options
+        assert (mine["precision"], mine["lr"]) == (control["precision"], control["lr"])
+        assert control["round"] == ("attn=fp32",)
+    swept = arms.controls(arms.sweep("bf16", 4e-3, ["lr", "beta"]))
+    assert swept["bf16, lr 0.008"] == f"{arms.ALL_FP32}, lr 0.008" and swept["beta 2"] == arms.ALL_FP32
+    assert arms.controls(arms.isolation("bf16", n_layer=4, layer=1, heads=(0,)))["bf16-fa2"] == arms.ALL_FP32
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="--layer 4: the model has layers 0 to 3"):
         arms.isolation("bf16", n_layer=4, layer=4, heads=(0,))

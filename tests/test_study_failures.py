@@ -88,6 +88,14 @@ def test_a_cost_without_a_gpu_states_its_rate():
     assert ms == pytest.approx(1000 * c.gpt().flops_per_token() * 32 / 3e14) and "300 TFLOP/s" in how
 
 
+@pytest.mark.parametrize("jobs", [0, 1])
+def test_work_that_is_spread_out_comes_back_in_order(tmp_path, jobs):
+    board = Quiet()
+    with study(tmp_path, TINY, board=board, jobs=jobs) as s:
+        assert study_failures.spread_out(s, [(3, 1), (2, 5)], lambda place: (pow, *place), "raised") == [3, 32]
+    assert board.lines == ["raised 2 states and layers"]
+
+
 def test_limit_table():
     rows = limit_table("bf16")
     assert {r.side for r in rows} == {"above 0", "below 0"} and len({r.fix for r in rows}) == len(rows) / 2

@@ -34,7 +34,7 @@ class Oracle:
 def decided(tmp_path, monkeypatch, fails, arms, **options):
     oracle = Oracle(monkeypatch, fails)
     with study(tmp_path, TINY, executor=oracle, board=Quiet(), **options) as s:
-        return s.decide(arms, against="cold"), oracle, s
+        return s.decide(arms, against={"hot": "cold"}), oracle, s
 
 
 def test_seeds_are_taken_until_the_test_decides(tmp_path, monkeypatch):
@@ -83,13 +83,13 @@ def test_time_that_is_spent_leaves_a_note_and_no_runs(tmp_path, monkeypatch):
 def test_real_runs_are_made_once(tmp_path):
     board = Quiet()
     with study(tmp_path, TINY, board=board) as s:
-        first = s.decide([FAILING, COLD], against="cold")
+        first = s.decide([FAILING, COLD], against={"hot": "cold"})
     assert [(t.verdict, t.runs) for t in first] == [("fails", 2), ("trains", 5)]
     assert sum(line.endswith(": runs") for line in board.lines) == 7
     assert any(line.startswith("hot, seed 1: fails from step ") for line in board.lines)
     again = Quiet()
     with study(tmp_path, TINY, board=again) as s:
-        assert str(s.decide([FAILING, COLD], against="cold")) == str(first) and again.lines == []
+        assert str(s.decide([FAILING, COLD], against={"hot": "cold"})) == str(first) and again.lines == []
         trials = s.trials(COLD)
     assert [t.seed for t in trials] == [1, 2, 3, 4, 5] and trials[0].folder == "runs/cold/seed-1"
     other = pytest.raises(ValueError, match="runs/cold/seed-1 is a run of other options: lr")

@@ -100,5 +100,20 @@ def test_table_of_arms():
     assert "1.5000 ± ?" in why_report.arms_table([dataclasses.replace(t, loss_sd=math.nan)])
 
 
+def test_cures_are_ranked_by_where_they_train_then_by_cost():
+    cells = {"bf16": "ft", "attn fp32": "tt", "slow": "tt", "fast": "tt", "half": "ff"}  # at rates 1 and 2
+    word = {"f": "fails", "t": "trains"}
+    arms = [Arm(f"{n}, lr {lr}", {"precision": "bf16", "lr": lr}, keep=n == "bf16") for lr in (1, 2) for n in cells]
+    tallies = [tally_of(a.name, word[cells[a.name.split(",")[0]][a.options["lr"] - 1]]) for a in arms]
+    ms = {a.name: {"slow": 20.0, "fast": 11.0}.get(a.name.split(",")[0], 10.0) for a in arms}
+    rows = why_report.cure_ranking(Found(arms, tallies, []), ms)
+    assert [(r.cure, r.trains, r.fails, r.settings, r.cost) for r in rows] == [
+        ("attn fp32", 1, 0, 1, 1.0), ("fast", 1, 0, 1, 1.1), ("slow", 1, 0, 1, 2.0), ("half", 0, 1, 1, 1.0)]
+    assert "| fast | 1 | 0 | 1 | 1.100 |" in why_report.ranking_table(rows)
+    assert math.isnan(why_report.cure_ranking(Found(arms, tallies, []), {})[0].cost)
+    at_two = Found([a for a in arms if a.options["lr"] == 2], [t for t in tallies if t.arm.endswith("2")], [])
+    assert why_report.cure_ranking(at_two, ms) == [] and "nothing to cure" in why_report.ranking_table([])
+
+
 def test_what_is_left_is_said():
     assert why_report.left([]) == "" and "- a: undecided" in why_report.left(["a: undecided"])

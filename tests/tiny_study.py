@@ -37,7 +37,7 @@ class Quiet:
         self.lines.append(text)
 
     def live(self, lines):
-        assert not lines or self.terminal
+        pass
 
     def close(self):
         pass
