@@ -128,6 +128,7 @@ VARIANTS = [  # precision, head dim, fix, dtype
     (MIXED, 7, "qiu-b7", "float32"), (Precision.named("bf16").replace(tile=(512, 512)), 64, "qiu-b2", "bfloat16"),
     (Precision.named("bf16").replace(tile=(128, None)), 192, "off", "bfloat16"),
     (Precision.named("bf16-fa2").replace(algorithm="plain"), 64, "off", "float16"),
+    ("bf16", 64, "shift:beta=2,gamma=0.5,epsilon=1e30", "bfloat16"),
 ]
 # Where speed counts, nothing may spill.
 FAST = VARIANTS[:5]
