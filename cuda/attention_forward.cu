@@ -10,7 +10,8 @@
 //
 // Macros: HEAD_DIM; ROWS (of a warp), WARPS, KEYS, STAGES (of shared memory), BLOCKS (of an SM, at least);
 // WARPGROUP, whether warpgroups multiply; SPLIT, the number of blocks that share the columns of O; IN, OUT,
-// dtypes (float, bf16, fp16); DIRECT, whether q, k, v are operands as they lie; COUNT, whether ties are counted.
+// dtypes (float, bf16, fp16); DIRECT, whether q, k, v are operands as they lie; COUNT, whether ties are counted;
+// SCALE_IN_BF16, whether α is a bf16 number.
 #include "arrays.cuh"
 #include "functions.cuh"
 
@@ -51,6 +52,18 @@ template <bool small>
 float exponential(float x) {
     if constexpr (exp_mufu) return ex2_mufu(order_fa2 ? x : x * functions::LOG2E);
     else return order_fa2 ? exp2_defined<small>(x) : exp_defined<small>(x);
+}
+
+// S and α·S in bf16 by one instruction each for two of them: a product of bf16 numbers is rounded once.
+constexpr bool scales_pairs =
+    SCALE_IN_BF16 && !order_fa2 && !tapped && attn_s::is_bf16_rne && attn_s_scaled::is_bf16_rne;
+
+inline void scale_pair(float (&s)[4], int e, float scale) {
+    unsigned pair = pack<Operand::bf16>(s[e], s[e + 1]);
+    const unsigned by = pack<Operand::bf16>(scale, scale), minus_zero = 0x80008000u;  // which keeps the sign of zeros
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(by), "r"(minus_zero));
+    const float2 x = unpack<Operand::bf16>(pair);
+    s[e] = x.x, s[e + 1] = x.y;
 }
 
 // The same bits where abs x is known to be at most `narrow`, so that no result is subnormal.
@@ -127,6 +140,10 @@ struct Rows {
             for (int j = 0; j < N; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
+                    if constexpr (scales_pairs) {
+                        if (e % 2 == 0) scale_pair(s[i][j], e, p.scale);
+                        continue;
+                    }
                     float& x = s[i][j][e];
                     const At here = at(row(2 * i + e / 2), k0 + column(j, e % 2));
                     x = rnd<attn_s>(x, here);

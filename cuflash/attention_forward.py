@@ -6,6 +6,7 @@ over numeric tiles of keys with a running maximum m and row sum l (FlashAttentio
 `order` picks one of two bundles (numerics.md section 3): `eager`, each torch operation rounded by
 itself, and `fa2`, FlashAttention-2 as torch builds it. Every rounding is a call of rnd.
 """
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from cuflash import kernels
 from cuflash.arithmetic import LOG2E, Arithmetic, add_columns, fma, join_columns, row_sum
 from cuflash.fixes import Fix
-from cuflash.formats import round_to
+from cuflash.formats import is_representable, round_to
 from cuflash.kernel_header import (
     PRODUCTS,
     SHARED_MEMORY,
@@ -305,8 +306,9 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
             registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2 + extra
             if registers <= 96:
                 shapes += [(True, 16, 8, bc, 2, 2), (True, 16, 4, bc, 1, 4)]
-            if registers <= 136:
-                shapes += [(True, 16, 4, bc, 2, 3), (True, 16, 4, bc, 1, 3)]
+            if registers <= 136:  # under `eager` the softmax takes so long that other blocks hide what one loads
+                stages = (1, 2) if precision.order == "eager" else (2, 1)
+                shapes += [(True, 16, 4, bc, n, 3) for n in stages]
             shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
     if half and at_once:
         if (bc + columns) // 2 + extra <= 104 and (br is None or br % 32 == 0):
@@ -325,14 +327,15 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
 
 
 def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int, head: int, dtype: str, out: str,
-                      aligned: bool, count: bool, accumulator: str,
-                      capability: int) -> tuple[Geometry, dict[str, object], str]:
+                      aligned: bool, count: bool, accumulator: str, capability: int,
+                      in_bf16: bool) -> tuple[Geometry, dict[str, object], str]:
     """Geometry, macros and precision.cuh of the kernel for one head.
 
     Args:
         dtype, out: NumPy's names of the dtypes of q, k, v and of O.
         aligned: whether rows of q, k and v lie at multiples of 16 bytes.
         count: whether ties are counted where no fix asks for it.
+        in_bf16: whether α is a bf16 number.
     """
     table = precision.sites_for("fwd", layer, "", head)
     operands = [product_operand(table, sites, accumulator) for sites in PRODUCTS["fwd"].values()]
@@ -346,18 +349,24 @@ def compile_arguments(precision: Precision, fix: Fix, head_dim: int, layer: int,
     g = geometry(precision, head_dim, halves, capability, 8 * (type(fix) is not Fix) + 64 * costly)
     defines = {"HEAD_DIM": head_dim, "ROWS": g.rows, "WARPS": g.warps, "KEYS": g.keys, "STAGES": g.stages,
                "BLOCKS": g.blocks, "WARPGROUP": g.warpgroup, "SPLIT": g.split, "IN": c_type, "OUT": _DTYPES[out][1],
-               "DIRECT": direct, "COUNT": count}
+               "DIRECT": direct, "COUNT": count, "SCALE_IN_BF16": in_bf16 and precision.order == "eager"}
     return g, defines, precision_header(precision, head_dim, "fwd", accumulator, fix, layer, head)
+
+
+@functools.lru_cache(maxsize=256)
+def scale_in_bf16(scale: float) -> bool:
+    """Whether fp32's α is a bf16 number."""
+    return bool(is_representable(np.float32(scale), "bf16"))
 
 
 _plans: dict[tuple, list[Launch]] = {}
 
 
 def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int, dtype: str, out: str, aligned: bool,
-          count: bool, device: int, tapped: bool) -> list[Launch]:
+          count: bool, device: int, in_bf16: bool, tapped: bool) -> list[Launch]:
     """The kernels of a call: one for each run of heads that round alike."""
     key = (precision, type(fix), fix.cuda_rule, fix.cuda_limited, tuple(fix.values.values()), head_dim, heads, layer,
-           dtype, out, aligned, count, device, tapped)
+           dtype, out, aligned, count, device, in_bf16, tapped)
     found = _plans.get(key)
     if found is not None:
         return found
@@ -368,7 +377,7 @@ def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int,
     found = []
     for first, end in zip(starts, [*starts[1:], heads]):
         g, defines, header = compile_arguments(precision, fix, head_dim, layer, first, dtype, out, aligned, count,
-                                               accumulator, capability)
+                                               accumulator, capability, in_bf16)
         if tapped:
             defines |= TAPPED
         kernel = kernels.kernel("attention_forward", "attention_forward", defines, {"precision.cuh": header},
@@ -404,7 +413,7 @@ def launch(q: Any, k: Any, v: Any, o: Any, lse: Any, m: Any, l: Any, o_unrounded
     pairs = (o.data.ptr | o.strides[0] | o.strides[1] | o.strides[2]) % (2 * o.itemsize) == 0
     scale = float(np.float32(scale))
     plan = _plan(precision, fix, d, heads, key.layer, q.dtype.name, o.dtype.name, aligned, stats is not None,
-                 q.device.id, taps is not None)
+                 q.device.id, scale_in_bf16(scale), taps is not None)
     for tap in (None,) if taps is None else taps:
         for run in plan:
             some = range(run.first_head, run.first_head + run.heads)

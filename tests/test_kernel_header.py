@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuflash import kernels
-from cuflash.attention_forward import compile_arguments, geometry
+from cuflash.attention_forward import compile_arguments, geometry, scale_in_bf16
 from cuflash.fixes import Fix, as_fix
 from cuflash.kernel_header import SHARED_MEMORY, device_accumulator, precision_header
 from cuflash.precision import Precision
@@ -143,7 +143,7 @@ def test_forward_compiles(precision, head_dim, fix, dtype, target):
     capability = int(re.search(r"\d+", arch)[0])
     core = "ampere" if capability < 90 else "hopper"
     _, defines, text = compile_arguments(p, as_fix(fix), head_dim, 0, 0, dtype, dtype, head_dim % 8 == 0, True, core,
-                                         capability)
+                                         capability, scale_in_bf16(head_dim ** -0.5))
     used = kernels.resources("attention_forward", arch, defines, {"precision.cuh": text})["attention_forward"]
     if target == "sm_90a" and (precision, head_dim, fix, dtype) in FAST:
         assert used.spill_stores == used.spill_loads == 0

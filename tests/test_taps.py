@@ -151,7 +151,7 @@ def test_a_watch_says_which_samples_and_sites_it_wants():
 def test_kernels_compile_with_taps(name, arch):
     capability = int(arch[3:5])
     g, defines, header = compile_arguments(as_precision(name), as_fix("off"), 64, 0, 0, "bfloat16", "bfloat16", False,
-                                           True, "hopper" if capability == 90 else "ampere", capability)
+                                           True, "hopper" if capability == 90 else "ampere", capability, True)
     jobs = [("attention_forward", defines, {"precision.cuh": header})]
     jobs += compilations([BackwardCase(name, "group", "normal", "bf16", False)], capability)
     for source, defines, headers in jobs:

@@ -8,7 +8,7 @@ import pytest
 
 from cuflash import kernels
 from cuflash.attention import Saved, flash_attention, flash_attention_forward
-from cuflash.attention_forward import compile_arguments
+from cuflash.attention_forward import compile_arguments, scale_in_bf16
 from cuflash.fixes import as_fix
 from cuflash.precision import Precision
 from cuflash.testing import DTYPES, KEY, Case, equal
@@ -105,7 +105,8 @@ def compile_for(case: Case, accumulator: str, capability: int) -> None:
         out = {"bf16": "bfloat16", "fp16": "float16"}.get(out, "float32")
         core = "sequential" if case.precision.accumulator == "sequential" else accumulator
         _, defines, text = compile_arguments(case.precision, as_fix(case.fix), case.d, KEY.layer, head,
-                                             DTYPES[case.dtype].name, out, case.d % 8 == 0, True, core, capability)
+                                             DTYPES[case.dtype].name, out, case.d % 8 == 0, True, core, capability,
+                                             scale_in_bf16(case.d ** -0.5))
         kernels.compile_cubin("attention_forward", kernels.architecture(capability), defines,
                               {"precision.cuh": text})
 
