@@ -300,9 +300,11 @@ def sections(rows: Sequence[Row], o: Options, seconds: float) -> str:
     """Figures and tables as Markdown; the figures lie beside it."""
     from cuflash.plot_study import LABELS
     there = {r.figure for r in rows}
-    accumulator = f"Products are summed by `{o.accumulator}`" + (
-        ", exp is `defined`: every machine has these bits, and so these numbers; but not those of fp64, "
-        "which BLAS sums." if o.accumulator != "library" else ", BLAS: its last bits are nobody's promise.")
+    promise = {"library": ", BLAS: its last bits are nobody's promise.",
+               "auto": ": BLAS on a CPU, whose last bits are nobody's promise, on a GPU its tensor core."}
+    accumulator = f"Products are summed by `{o.accumulator}`" + promise.get(
+        o.accumulator, ", exp is `defined`: every machine has these bits, and so these numbers; but not those of "
+        "fp64, which BLAS sums.")
     parts = ["## Microbenchmark", f"""Queries {o.queries}, head dim {o.head_dim}, {o.draws} draws, tiles of
 {o.tile} × {o.tile} and {o.length} keys where they are not varied. Inputs: normal, uniform on [0, 1), heavy
 (Student's t, 3 degrees of freedom, variance 1), and activations where a training's were dumped (its own
