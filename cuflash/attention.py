@@ -232,6 +232,7 @@ def _parts(call: Call, direction: str, watch: Watch | None) -> Iterator[tuple[Ro
         for i in range(0, len(pairs), per_block):
             samples, hs = pairs[i:i + per_block].T
             rnd = Rounder(p, direction, layer, key=call.key, watch=watch, heads=hs, samples=call.key.sample + samples)
+            rnd.causal, rnd.group = call.shape.causal, call.group
             yield rnd, (samples, hs), (samples, hs // call.group)
 
 
@@ -281,6 +282,7 @@ def _sum_heads(heads: np.ndarray, call: Call, site: str, watch: Watch | None) ->
         part = total[:, chosen]
         rnd = Rounder(call.precision, "bwd", call.key.layer, key=call.key, watch=watch, heads=np.tile(first, b),
                       samples=call.key.sample + np.repeat(np.arange(b), len(first)))
+        rnd.causal, rnd.group = call.shape.causal, call.group
         total[:, chosen] = rnd(site, part.reshape(b * len(first), tk, d)).reshape(part.shape)
     return total
 

@@ -128,10 +128,8 @@ class Recorder:
         self._step: int | None = None
         self._rounder: Rounder | None = None
         self._lengths = {"q": 0, "k": 0, "d": 0}  # of the attention that is running
-        self._causal: dict[tuple[str, int], bool] = {}
         self._sites: dict[str, _Site] = {}
         self._seen: dict[str, set[int]] = {"layers": set(), "heads": set(), "batch": set()}
-        self._of_groups: list[tuple[Rounder, str, np.ndarray]] = []
         try:
             self._sink = hdf5.Sink(beside(self.path))
         except OSError as e:
@@ -159,8 +157,6 @@ class Recorder:
             self._lengths |= {"q": rounded.shape[1], "d": rounded.shape[2]}
         elif site == "attn.k":
             self._lengths["k"] = rounded.shape[1]
-        if rnd.visible is not None and not self._causal.get((rnd.direction, rnd.layer)):
-            self._causal[rnd.direction, rnd.layer] = _is_causal(rnd.visible)
         if (rnd.direction, rnd.module, site) not in self.selection:
             return
         if self.layers is not None and rnd.layer != NO_LAYER and rnd.layer not in self.layers:
@@ -169,8 +165,6 @@ class Recorder:
         try:
             if not site.startswith("attn."):
                 self._network(rnd, site, rounded)
-            elif self.heads is not None and site in ("attn.dk", "attn.dv"):
-                self._of_groups.append((rnd, site, rounded.copy()))
             else:
                 self._attention(rnd, site, rounded)
             self._writer.check()
@@ -180,7 +174,6 @@ class Recorder:
     def finish(self) -> None:
         """Writes what is left and gives the file its name."""
         self._flush()
-        self._groups()
         self._check_seen()
         if not self._sites:
             raise ValueError(
@@ -231,10 +224,14 @@ class Recorder:
                                        [{"q": rnd.q, "k": rnd.k, "d": 0}[a] for a in here.inner])
         if values.size:
             values = values.astype(here.dtype, copy=False)
+            # dK and dV have a head for each group, called by its first query head.
+            group = rnd.group if site in ("attn.dk", "attn.dv") else 1
+            chosen = None if self.heads is None else sorted({h // group for h in self.heads})
             for sample, head, value in zip(rnd.samples, rnd.heads, values):
-                if ((self.batch is None or sample in self.batch)
-                        and (self.heads is None or site in ("attn.dk", "attn.dv") or head in self.heads)):
-                    index = here.index("sample", int(sample)), here.index("head", int(head), self.heads)
+                place = int(head) // group
+                if (self.batch is None or sample in self.batch) and (chosen is None or place in chosen):
+                    index = here.sample(int(sample)), place if chosen is None else chosen.index(place)
+                    here.numbers["head"][int(head)] = index[1]
                     here.put((*index, *lead), start, value, self._writer)
 
     def _attention_site(self, rnd: Rounder, site: str, name: str) -> "_Site":
@@ -249,21 +246,21 @@ class Recorder:
             axes, shape = [*axes, "tile"], [*shape, -(-along // (size or max(along, 1)))]
         here = self._site(rnd, site, name, axes, shape, inner, [lengths[a] for a in inner])
         here.tile, here.masked = tile, inner == "qk"
-        here.attributes |= {"Tq": lengths["q"], "Tk": lengths["k"]}
+        here.attributes |= {"Tq": lengths["q"], "Tk": lengths["k"], "causal": rnd.causal}
         return here
 
     def _network(self, rnd: Rounder, site: str, values: np.ndarray) -> None:
         """(samples, T, C) of a site with tokens, (1, out, in) of a weight, (1, 1, n) of a bias."""
         inner, parameter = SITES[site].axes, SITES[site].axes == "oi"
         name = place_name(rnd.direction, rnd.layer, rnd.module, site)
-        bias = parameter and values.shape[-2] == 1 and (not rnd.module.startswith("ln_")
-                                                        or name in self._sites)
+        is_norm = rnd.module.rpartition(".")[2].startswith("ln_")  # its weight is a vector, too, and comes first
+        bias = parameter and values.shape[-2] == 1 and (not is_norm or name in self._sites)
         if bias:
             name += ".bias"
         each = not parameter or site == "linear.dw"  # has a value for each sample, or micro-batch
         values = values.reshape(-1, *values.shape[-2:]) if values.ndim > 2 else values[None]
         if parameter and values.shape[-2] == 1:  # a vector
-            values, inner = values[:, 0], "i" if rnd.module.startswith("ln_") else "o"
+            values, inner = values[:, 0], "i" if is_norm else "o"
         here = self._sites.get(name)
         if here is None:
             axes, shape = (["micro_batch" if parameter else "sample"], [0]) if each else ([], [])
@@ -274,7 +271,7 @@ class Recorder:
         values = values.astype(here.dtype, copy=False)
         for sample, value in zip(rnd.samples if each else (0,), values):
             if not each or parameter or self.batch is None or sample in self.batch:
-                lead = (here.index(here.axes[0], int(sample)),) if each else ()
+                lead = (here.sample(int(sample)),) if each else ()
                 here.put(lead, start, value, self._writer)
 
     def _site(self, rnd: Rounder, site: str, name: str, axes: list[str], shape: list[int], inner: str,
@@ -292,7 +289,7 @@ class Recorder:
         fill = lowest if site in MINUS_INF else 0.0
         here = _Site(self._file, f"step_{self._step:08d}/{name}", len(self._sites), dtype,
                      fill, [*axes, *(_AXES[a] for a in inner)], [*shape, *lengths], inner)
-        here.rows, here.direction, here.layer = rows, rnd.direction, rnd.layer
+        here.rows = rows
         here.attributes = {"site": site, "format": "fp64" if rnd.precision.is_fp64 else ",".join(formats),
                            "mode": ",".join(dict.fromkeys(r.mode for r in roundings))}
         if rnd.precision != self._precision:
@@ -315,17 +312,6 @@ class Recorder:
         first, end = np.searchsorted(here.rows, (start[0], start[0] + values.shape[1]))
         chosen = np.asarray(here.rows[first:end], int) - start[0]
         return values[:, chosen], [int(first), *start[1:]]
-
-    def _groups(self) -> None:
-        """dK and dV of the groups that the chosen query heads are in; a group is called by its first head."""
-        pieces, self._of_groups = self._of_groups, []
-        firsts = np.unique([int(rnd.heads[0]) for rnd, _, _ in pieces])
-        heads = self.heads if pieces and self.heads else []
-        chosen = {int(firsts[np.searchsorted(firsts, h, side="right") - 1]) for h in heads}
-        for rnd, site, values in pieces:
-            if int(rnd.heads[0]) in chosen:
-                self._attention(rnd, site, values)
-        self._flush()
 
     def _flush(self) -> None:
         for here in self._sites.values():
@@ -360,7 +346,7 @@ class Recorder:
             "python": platform.python_version(), "tile": str(p.tile) if p.tile else "by head dim"
         } | self._attributes)
         for here in self._sites.values():
-            here.describe(p, self._causal.get((here.direction, here.layer), False))
+            here.describe(p)
 
 
 class _Site:
@@ -383,25 +369,15 @@ class _Site:
         self.rows: Sequence[int] | None = None
         self.tile: Tile | None = None
         self.masked = False
-        self.direction, self.layer = "fwd", 0
         self.attributes: dict[str, Any] = {}
         self._open: dict[tuple[int, ...], list[Any]] = {}  # chunk -> [array, elements that are not there yet]
         self._done: set[tuple[int, ...]] = set()
         self._last: Any = None
 
-    def index(self, axis: str, number: int, chosen: Sequence[int] | None = None) -> int:
-        """The index of a sample (as they come) or head (its number, or its place among the chosen ones)."""
-        numbers = self.numbers[axis]
-        if number not in numbers:
-            by_number = axis == "head" and self._of_query_heads
-            by_place = chosen.index(number) if chosen and by_number else number
-            numbers[number] = by_place if by_number else len(numbers)
-        return numbers[number]
-
-    @property
-    def _of_query_heads(self) -> bool:
-        """Whether heads are query heads; dK and dV have one for each group."""
-        return not self.name.endswith(("/attn.dk", "/attn.dv"))
+    def sample(self, number: int) -> int:
+        """The index of a sample (or micro-batch), as they come."""
+        numbers = self.numbers[self.axes[0]]
+        return numbers.setdefault(number, len(numbers))
 
     def occurrence(self, place: Any) -> int:
         """0 when a place is seen for the first time in succession, 1 for the second."""
@@ -454,14 +430,12 @@ class _Site:
         for chunk in list(self._open):
             self._write(chunk, writer)
 
-    def describe(self, precision: Precision, causal: bool) -> None:
+    def describe(self, precision: Precision) -> None:
         attributes = self.attributes | {"axes": self.axes, "order": self.order}
         attributes |= {f"{axis}s" if axis != "micro_batch" else "micro_batches": sorted(n, key=n.__getitem__)
                        for axis, n in self.numbers.items()}
         if self.rows is not None:
             attributes["rows"] = np.array(self.rows)
-        if "Tq" in attributes:
-            attributes["causal"] = causal
         if self.tile is not None:
             attributes |= {"tile": [n or 0 for n in self.tile],
                            "tile_order": "descending" if precision.order == "fa2" else "ascending"}
@@ -471,11 +445,6 @@ class _Site:
             self.dataset.attrs[key] = value
         for dimension, axis in zip(self.dataset.dims, self.axes):
             dimension.label = axis
-
-
-def _is_causal(visible: np.ndarray) -> bool:
-    """Whether a mask is that of causal attention; that of empty rows alone hides whole rows."""
-    return visible.ndim == 2 or bool((visible.any(axis=-1) & ~visible.all(axis=-1)).any())
 
 
 def place_name(direction: str, layer: int, module: str, site: str) -> str:

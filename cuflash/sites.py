@@ -24,7 +24,8 @@ class Rounder:
 
     In attention, arrays are (G, ...) with one (sample, head) per entry of `samples` and `heads`;
     `at` says where in the whole value the array lies, for stochastic rounding and for watchers, who see in
-    `device` whether it was computed on the `cpu` or the `gpu`.
+    `device` whether it was computed on the `cpu` or the `gpu`, in `causal` and `group` whether attention was
+    causal and how many query heads shared keys.
     """
 
     def __init__(self, precision: Precision, direction: str = "fwd", layer: int = 0, module: str = "",
@@ -33,6 +34,7 @@ class Rounder:
         self.precision, self.direction, self.layer, self.module = precision, direction, layer, module
         self.key, self.watch, self.heads, self.samples = key, watch, heads, samples
         self.device = "cpu"
+        self.causal, self.group = False, 1
         self.dtype = np.float64 if precision.is_fp64 else np.float32
         self._table, self._rounding = _place(precision, direction, layer, module,
                                              int(heads[0]) if len(heads) else 0)

@@ -1,10 +1,11 @@
 """What attention's kernels made of their sites' values, shown to a watch: the twin of cuda/taps.cuh.
 
 A kernel compiled with TAPS also writes each value at a site, and what it was rounded to, to memory: the same
-kernel, so the same bits. The watch sees them in the order of attention_forward.py and attention_backward.py, in
-larger pieces. One sample's heads at a time, as many as BUDGET holds.
+kernel, so the same bits. The watch sees them in the order of attention_forward.py and attention_backward.py, tile by
+tile, all rows at once. One sample's heads at a time, as many as BUDGET holds.
 """
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Any
@@ -31,7 +32,8 @@ class Taps:
 
     Attributes:
         heads: the query heads; of dK and dV the first ones of groups that share keys.
-        planes: per site two fp32 arrays (heads, times, tiles, rows, columns): what was rounded, and the result.
+        planes: per site two fp32 arrays (heads, times, tiles, rows, columns): what was rounded, and the result;
+            until they are shown.
             times is 2 for attn.m, the tile's maximum and the running one; tiles is 1 for what is no tile's value.
     """
 
@@ -53,34 +55,63 @@ class Taps:
         kernels.upload(kernel, "taps", bytes(table))
 
     def show(self, watch: Watch, lse: np.ndarray | None = None) -> None:
-        """Shows all values, as NumPy arrays. lse (heads, Tq) hides empty rows in backward."""
-        for site in order(self.rnd.precision, self.rnd.direction):
-            if site in self.planes:
-                x, rounded = (plane if isinstance(plane, np.ndarray) else plane.get() for plane in self.planes[site])
-                for where, piece in self._pieces(site, lse):
-                    self.rnd.at(**where)
-                    watch(self.rnd, site, x[piece], rounded[piece])
+        """Shows all values, as NumPy arrays, and lets go of them. lse (heads, Tq) hides empty rows in backward."""
+        sites = [s for s in order(self.rnd.precision, self.rnd.direction) if s in self.planes]
+        for _, together in itertools.groupby(sites, self._loop):
+            some = {site: self.planes.pop(site) for site in together}
+            for where, piece in self._pieces(next(iter(some)), lse):
+                self.rnd.at(**where)
+                for site, planes in some.items():
+                    for time in range(_times(site)):
+                        x, rounded = (_on_host(plane[self._index(site, time, piece)]) for plane in planes)
+                        watch(self.rnd, site, x, rounded)
 
-    def _pieces(self, site: str, lse: np.ndarray | None) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-        """Where the values of a site lie, and an index into its planes."""
+    def _loop(self, site: str) -> str:
+        """Alike for sites whose values come in one loop over numeric tiles, tile by tile; of others the site."""
+        p, axes = self.rnd.precision, _axes(self.rnd.precision, site)
+        if p.tile_of(site, self.head_dim) is None and not (axes == "qk" and self._in_key_tiles):
+            return site
+        return axes[0] if axes[0] == "k" else "q"
+
+    @property
+    def _in_key_tiles(self) -> bool:
+        """Whether S and P come by key tiles; else all keys of a row come at once."""
+        return self.rnd.direction == "fwd" and self.rnd.precision.algorithm == "flash"
+
+    def _pieces(self, site: str, lse: np.ndarray | None) -> Iterator[tuple[dict[str, Any], tuple[int, slice, slice]]]:
+        """Where the values of a site's loop lie: for Rounder.at, and as (tile, rows, keys)."""
         p, shape, every = self.rnd.precision, self.shape, slice(None)
-        axes, tile = _axes(p, site), p.tile_of(site, self.head_dim)
-        last = (every,) if len(axes) == 2 else (0,)
-        times, fa2 = range(_times(site)), p.order == "fa2"
-        if tile is None:
-            visible = shape.visible(0, shape.tq, 0, shape.tk) if axes == "qk" else None
-            if axes == "qk" and lse is not None:
+        loop = self._loop(site)
+        if loop == site:
+            visible = shape.visible(0, shape.tq, 0, shape.tk) if _axes(p, site) == "qk" else None
+            if _axes(p, site) == "qk" and lse is not None:
                 visible = shown_entries(visible, lse)
-            for time in times:
-                yield {"visible": visible}, (every, time, 0, every, *last)
-        elif axes[0] == "k":  # sums over query tiles
-            for i, q0, q1 in shape.query_tiles(tile[0], fa2):
-                yield {"q": q0, "tile": i}, (every, 0, i, slice(shape.key_end(q1, tile[1])), *last)
-        else:
-            for j, k0, _ in shape.key_tiles(tile[1], fa2):
-                first = shape.first_row(k0, tile[0])
-                for time in times if first < shape.tq else ():
-                    yield {"q": first, "k": k0, "tile": j}, (every, time, j, slice(first, None), *last)
+            yield {"visible": visible}, (0, every, every)
+            return
+        tiles = p.tiles(self.head_dim)
+        if loop == "k":  # sums over query tiles
+            br, bc = tiles.dkdv
+            for i, q0, q1 in shape.query_tiles(br, p.order == "fa2"):
+                yield {"q": q0, "tile": i}, (i, slice(q0, q1), slice(shape.key_end(q1, bc)))
+            return
+        br, bc = tiles.forward if self.rnd.direction == "fwd" else tiles.dq
+        for j, k0, k1 in shape.key_tiles(bc, p.order == "fa2"):
+            first = shape.first_row(k0, br)
+            if first < shape.tq:
+                visible = shape.visible(first, shape.tq, k0, k1) if self._in_key_tiles else None
+                yield {"q": first, "k": k0, "tile": j, "visible": visible}, (j, slice(first, None), slice(k0, k1))
+
+    def _index(self, site: str, time: int, piece: tuple[int, slice, slice]) -> tuple[Any, ...]:
+        """A piece as an index into the planes of a site."""
+        p, (tile, rows, keys) = self.rnd.precision, piece
+        along = {"q": rows, "k": keys, "d": slice(None)}
+        inner = [along[a] for a in _axes(p, site)]
+        return (slice(None), time, tile if p.tile_of(site, self.head_dim) is not None else 0,
+                *(inner if len(inner) == 2 else (*inner, 0)))
+
+
+def _on_host(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def lengths(p: Precision, site: str, shape: Shape, head_dim: int) -> tuple[int, int, int, int]:
@@ -169,7 +200,7 @@ class Sample:
         call = self.call
         rnd = Rounder(call.precision, self.direction, call.key.layer, key=call.key, heads=np.array(heads),
                       samples=np.full(len(heads), call.key.sample + self.number))
-        rnd.device = "gpu"
+        rnd.device, rnd.causal, rnd.group = "gpu", call.shape.causal, call.group
         return Taps(rnd, heads, call.shape, call.q.shape[-1], sites, kernels.import_cupy().zeros)
 
 

@@ -149,6 +149,39 @@ def test_narrowed(tmp_path):
     assert np.array_equal(one.astype(np.float32) == 0, ~some.entry("attn.p").visible()[0, 0])
 
 
+@pytest.mark.parametrize("chosen, groups", [([1], (0,)), ([3], (2,)), ([2, 3], (2,)), ([0, 3], (0, 2))])
+def test_chosen_heads_bring_the_gradients_of_their_own_groups_alone(tmp_path, chosen, groups):
+    q, k, v, do = inputs(2, 4, 2, 20, 20, 8, seed=21)
+    for name, heads in (("all", None), ("some", chosen)):
+        with recording(tmp_path / f"{name}.h5", "attn.dk,attn.dv", heads=heads):
+            _, _, dk, dv = attend(q, k, v, do, precision="bf16")
+    whole, some = read(tmp_path / "all.h5"), read(tmp_path / "some.h5")
+    for site, value in (("attn.dk", dk), ("attn.dv", dv)):
+        assert whole.entry(site).heads == (0, 2) and np.array_equal(whole.read(site), value)
+        assert some.entry(site).heads == groups
+        assert np.array_equal(some.read(site), value[:, [g // 2 for g in groups]])
+
+
+def test_heads_that_round_differently_lie_in_their_order(tmp_path):
+    q, k, v, do = inputs(2, 3, 3, 20, 20, 8, seed=22)
+    precision = Precision.named("bf16").round("H1/attn.o=fp32")
+    with recording(tmp_path / "x.h5"):
+        results = attend(q, k, v, do, precision=precision)
+    dump = read(tmp_path / "x.h5")
+    assert all(e.heads == (0, 1, 2) for e in dump.entries)
+    for site, value in zip(("attn.o", "attn.dq", "attn.dk", "attn.dv"), results):
+        assert np.array_equal(dump.read(site), value)
+
+
+@pytest.mark.parametrize("tq, tk", [(5, 1), (1, 5), (5, 5)])
+def test_whether_attention_was_causal(tmp_path, tq, tk):
+    q, k, v, do = inputs(1, 1, 1, tq, tk, 8, seed=23)
+    for causal in (False, True):
+        with recording(tmp_path / "x.h5"):
+            attend(q, k, v, do, causal=causal, precision="bf16")
+        assert {e.causal for e in read(tmp_path / "x.h5").entries} == {causal}
+
+
 @pytest.mark.parametrize("narrow, message", [
     ({"heads": [4]}, "heads 4: there is no such one; seen: 0-3"),
     ({"batch": [1, 2]}, "batch 2: there is no such one; seen: 0, 1"),
@@ -255,6 +288,20 @@ def test_a_training_pass(tmp_path):
         dump.read("attn.pq")
     with pytest.raises(ValueError, match="head 2 is not in fwd/L00/attn.p"):
         dump.read("attn.p", layer=0, head=2)
+
+
+def test_the_weights_of_a_norm_of_q_and_k_are_no_biases(tmp_path):
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12, vocab_size=11, qk_norm=True, bias=True)
+    model = GPT(config, init_params(config, 1), Precision.named("bf16"))
+    x, y = np.random.default_rng(24).integers(0, 11, (2, 4, 12))
+    with recording(tmp_path / "x.h5", "all"):
+        _, grads, _ = model.loss_and_grads(x, y, Key(0, 1))
+        for name, g in grads.items():
+            round_weight(model.rounder(name, Key(0, 1)), "grad", g)
+    dump = read(tmp_path / "x.h5")
+    for name in ("ln_q", "ln_k"):
+        assert np.array_equal(dump[f"bwd/L00/attn.{name}/grad"], grads[f"h.0.attn.{name}.weight"])
+    assert not any("ln_q" in n and n.endswith(".bias") for n in dump) and "bwd/L00/ln_1/grad.bias" in list(dump)
 
 
 def test_micro_batches_lengthen_the_samples(tmp_path):

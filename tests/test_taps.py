@@ -11,12 +11,13 @@ from cuflash.attention import flash_attention_backward, flash_attention_forward
 from cuflash.attention_arguments import validated
 from cuflash.attention_forward import compile_arguments
 from cuflash.diff import diff
-from cuflash.dump import Recorder, recording
+from cuflash.dump import Recorder, read, recording
 from cuflash.fixes import as_fix
 from cuflash.kernel_header import TAPPED
 from cuflash.precision import as_precision
 from cuflash.statistics import Statistics
 from cuflash.testing import KEY, Case
+from cuflash.tied_rows import TiedRows
 from cuflash.watching import watching
 from tests.attention_backward_cases import BackwardCase, compilations
 
@@ -29,7 +30,9 @@ CASES = {  # precision, switches, heads, kv_heads, Tq, Tk, causal
     "plain fa2": ("bf16-fa2", {"algorithm": "plain"}, 1, 1, 20, 30, False),
     "p_dp": ("bf16", {"delta_from": "p_dp", "tile": (16, 32)}, 2, 1, 90, 60, True),  # with empty rows
     "m_l": ("bf16-fa2", {"p_bwd_from": "m_l", "delta_from": "o_unrounded"}, 1, 1, 33, 65, True),
+    "one key": ("bf16", {}, 2, 2, 9, 1, True),
     "heads differ": ("bf16", {"round": ("H1/attn.p=fp16", "H2/attn.dk=fp32")}, 4, 2, 40, 40, True),
+    "a head differs": ("bf16", {"round": ("H1/attn.p=fp16",)}, 3, 3, 40, 40, True),
 }
 
 
@@ -130,6 +133,36 @@ def test_statistics_of_taps_are_those_of_the_reference(name):
         assert (a.site, a.head, a.count, a.ties, a.changed, a.max) == (b.site, b.head, b.count, b.ties, b.changed, b.max)
         assert np.isclose(a.mean, b.mean, rtol=1e-9, atol=1e-12)  # sums in another order
         assert np.isclose(a.se, b.se, rtol=1e-6, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-fa2", "m_l"])
+def test_ties_are_followed_from_tile_to_tile(name):
+    """As audit does; it must see what a tile did to Ō before the next tile's P̄."""
+    (q, k, v), do, options = drawn(name)
+    k = np.sign(k[..., :1]) * np.ones_like(k)  # S has two values, so that all rows have ties
+    kernel, want, got = Kernel(), TiedRows(), TiedRows()
+    with watching(want):
+        call, lse = attend((np.ones_like(q), k, -2 - np.abs(v)), do, options, kernel)
+    replay(kernel, call, got, lse)
+    counts = [[getattr(x, n) for n in ("rows", "values", "ties", "away", "toward")] for x in (want, got)]
+    assert counts[0] == counts[1] and want.first == got.first and want.ties > 20
+
+
+@pytest.mark.parametrize("sites", ["attn.pv", "bwd/attn.dk_acc", "attn.dq_tile,attn.lse"])
+def test_a_dump_of_few_sites_knows_that_it_is_causal(sites, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "device_name", lambda: "a GPU")
+    qkv, do, options = drawn("bf16")
+    kernel = Kernel()
+    with recording(tmp_path / "a.h5", sites):
+        call, lse = attend(qkv, do, options, kernel)
+    recorder = Recorder(tmp_path / "b.h5", sites)
+    replay(kernel, call, recorder, lse)
+    recorder.finish()
+    recorder.close()
+    for e in read(tmp_path / "b.h5").entries:
+        assert e.causal and (e.visible() is None) == ("tile" not in e.axes)
+    assert [s.values for s in diff(tmp_path / "a.h5", tmp_path / "b.h5").sites] == [
+        s.values for s in diff(tmp_path / "b.h5", tmp_path / "a.h5").sites]
 
 
 def test_a_watch_says_which_samples_and_sites_it_wants():
