@@ -7,6 +7,7 @@ import numpy as np
 from cuflash.model.checkpoint import State
 from cuflash.model.config import DEVICES, TrainConfig
 from cuflash.model.gpt import GPT, GPTConfig, Params
+from cuflash.model.memory import check_gpu
 
 from cuflash import kernels
 from cuflash.adamw import AdamWCuda
@@ -94,6 +95,7 @@ class OnGpu:
 
     def __init__(self, config: TrainConfig, state: State) -> None:
         cupy = kernels.import_cupy()
+        check_gpu(config.gpt(), config.resolved_precision(), config.batch_size)
         self.cupy, self.config, self.key = cupy, config, Key(config.seed)
         self.w, self.m, self.v = (Flat.of(arrays) for arrays in (state.params, state.m, state.v))
         self.g = Flat({name: x.shape for name, x in self.w.arrays.items()})

@@ -10,6 +10,9 @@ from click.testing import CliRunner
 
 from cuflash.cli.main import main
 from cuflash.model import memory
+from cuflash.model.gpt import GPT, GPTConfig, init_params
+from cuflash.philox import Key
+from cuflash.precision import as_precision
 
 FAULTS = """
 import resource, sys
@@ -76,6 +79,38 @@ def test_too_little_gpu_memory_in_training_is_one_line(gpu, monkeypatch, tmp_pat
         "Error: too little GPU memory: 5 GiB more needed beside the 75 GiB that this process has; the GPU has 3 GiB "
         "free of 80 GiB; try a smaller --batch-size, with as much more --grad-accum it trains the same, a shorter "
         "--block-size, --dry-run says what a step takes\n")
+
+
+def arrays_of(x: object, found: dict[int, int]) -> dict[int, int]:
+    """Bytes of all arrays in a nest of tuples and dataclasses, by the identity of their memory."""
+    if isinstance(x, np.ndarray):
+        while isinstance(x.base, np.ndarray):
+            x = x.base
+        found[id(x)] = x.nbytes
+    else:
+        parts = vars(x).values() if hasattr(x, "__dict__") else x if isinstance(x, (tuple, list)) else ()
+        for part in parts:
+            arrays_of(part, found)
+    return found
+
+
+@pytest.mark.parametrize("config", [GPTConfig(3, 2, 64, 128, 300, False), GPTConfig(2, 4, 32, 64, 50, True)])
+def test_gpu_bytes_are_a_little_less_than_what_forward_keeps(config):
+    """In fp32, where a CPU keeps what a GPU does."""
+    params, p = init_params(config, 1), as_precision("fp32")
+    logits, saved = GPT(config, params, p, "off").forward(np.zeros((4, config.block_size), int), Key(0))
+    kept = {i: n for i, n in arrays_of((logits, saved), {}).items() if i not in arrays_of(list(params.values()), {})}
+    found = memory.gpu_bytes(config, p, 4) - 16 * config.n_params()
+    assert 0.9 < found / sum(kept.values()) <= 1
+
+
+def test_training_that_cannot_fit_is_refused_before_it_allocates(gpu):
+    config = GPTConfig(12, 12, 768, 1024, 50304, False)
+    memory.check_gpu(config, as_precision("bf16"), 1)
+    with pytest.raises(MemoryError) as error:
+        memory.check_gpu(config, as_precision("bf16"), 32)
+    assert memory.shortage(error.value) == (
+        "too little GPU memory: training needs at least 15 GiB; the GPU has 3 GiB free of 80 GiB")
 
 
 def test_too_little_memory_of_the_host(monkeypatch):
