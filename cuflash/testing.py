@@ -114,13 +114,13 @@ def check_device(seed: int, jobs: int | None = None) -> Iterator[tuple[Case, lis
     Args:
         seed: of the inputs.
         jobs: processes, which compile kernels and compute references side by side; by default as many as there
-            are cores, at most 8.
+            are cores, at most 16.
     """
     cupy = kernels.import_cupy()
     capability = kernels.capability(cupy.cuda.Device().id)
     accumulator = "hopper" if capability >= 90 else "ampere"  # newer ones are held against the newest model
     cases = device_cases(accumulator)
-    jobs = jobs or min(8, len(os.sched_getaffinity(0)))
+    jobs = jobs or min(16, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = {pool.submit(_differences, case, (seed, i)): case for i, case in enumerate(cases)}
         for future in as_completed(found):
