@@ -13,7 +13,7 @@ from cuflash.cli.outputs import OUT_FILE
 @click.option("--data", help="Text or tokens, as for train.  [default: the run's]")
 @click.option("--data-seed", type=click.IntRange(min=0), help="Of the batch.  [default: the run's]")
 @click.option("--batch-size", type=click.IntRange(min=1),
-              help="Samples of the pass.  [default: the run's; of a file 1]")
+              help="Samples of the step, at once.  [default: the run's micro-batches; of a file 1]")
 @click.option("--sites", default="attn", show_default=True,
               help="all, or names and prefixes with commas between: attn.p, attn, fwd/attn.s, c_fc/linear.y.")
 @click.option("--layers", metavar="LIST", help="Only these layers, as 0,2-3.")

@@ -30,6 +30,7 @@ from cuflash.site_table import SITES
 from cuflash.sites import Rounder, Watch
 from cuflash.statistics import SIGNIFICANT, SiteStatistics, Statistics
 from cuflash.tied_rows import TiedRows, Turned
+from cuflash.watching import Only, wants
 
 # progress(phase, done, total): called as work goes on, in query rows.
 Progress = Callable[[str, int, int], None]
@@ -142,6 +143,11 @@ class Capture:
                 if watch is not None:
                     watch(rnd, site, x, y)
 
+            def wanted(direction: str, layer: int, module: str, site: str, sample: int) -> bool:
+                return site in ("attn.delta", "attn.lse", "attn.dq") or (
+                    watch is not None and wants(watch, direction, layer, module, site, sample))
+
+            shown = Only(watch_all, wanted)
             q, k, v, do = (x if x is None else x[part] for x in (self.q, self.k, self.v, self.do))
             if precision.is_fp64:
                 q, k, v, do = (x if x is None else x.astype(np.float64) for x in (q, k, v, do))
@@ -149,8 +155,8 @@ class Capture:
                 q, k, v, do = (x if x is None else import_cupy().asarray(x) for x in (q, k, v, do))
             o, saved = flash_attention_forward(
                 q, k, v, causal=self.causal, scale=self.scale, precision=precision, fix=fix,
-                key=Key(0, layer=self.layer, sample=number), watch=watch_all)
-            results.append((o,) if do is None else (o, *flash_attention_backward(do, saved, watch=watch_all)))
+                key=Key(0, layer=self.layer, sample=number), watch=shown)
+            results.append((o,) if do is None else (o, *flash_attention_backward(do, saved, watch=shown)))
         o, *gradients = (np.concatenate([y.get() if on_gpu(y) else y for y in x]) for x in zip(*results))
         return Pass(o, delta, *gradients) if gradients else Pass(o)
 

@@ -1,6 +1,6 @@
 """A watch for all calls inside a `with` block, without passing it to each."""
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,16 @@ class _All:
 
     def wants(self, *place: Any) -> bool:
         return any(wants(each, *place) for each in self._watches)
+
+
+class Only:
+    """A watch of some places: a GPU shows it no others, a CPU all. `wants` is called as the function below."""
+
+    def __init__(self, watch: "Watch", wants: Callable[[str, int, str, str, int], bool]) -> None:
+        self._watch, self.wants = watch, wants
+
+    def __call__(self, *args: Any) -> None:
+        self._watch(*args)
 
 
 def wants(watch: "Watch", direction: str, layer: int, module: str, site: str, sample: int) -> bool:

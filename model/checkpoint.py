@@ -114,3 +114,10 @@ def load(path: pathlib.Path, *, optimizer: bool = True) -> tuple[State, Header]:
     except (ValueError, TypeError) as e:  # TypeError: a header with other fields
         raise ValueError(f"checkpoint {path}: {e}") from e
     return state, header
+
+
+def loss_scale(path: pathlib.Path) -> float:
+    """The loss scale that the step after a checkpoint begins with."""
+    import h5py
+    with h5py.File(path, "r") as f:
+        return LossScale(**json.loads(f.attrs["loss_scale"])).value

@@ -7,6 +7,7 @@ names; weights are (out, in).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ class GPT:
                                            self._rnd("fwd", key, idx, module="lm_head"))[0])
 
     def loss_and_grads(self, idx: np.ndarray, targets: np.ndarray, key: Key = Key(0), *,
-                       grads: Params | None = None, n_micro: int = 1,
+                       grads: Params | None = None, n_micro: int | Fraction = 1,
                        loss_scale: float = 1.0) -> tuple[float, Params, list[Any]]:
         """Mean loss of a micro-batch, its gradients added to `grads`, and attention's counters by layer.
 

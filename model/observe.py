@@ -11,6 +11,7 @@ from cuflash.model.layers import LAYERS, Layers, site_series, spectral_norms
 from cuflash.model.run import Run
 from cuflash.sites import Rounder
 from cuflash.statistics import SiteStatistics, Statistics
+from cuflash.watching import Only
 
 SHOWN = 3  # biased sites in a line of the log
 
@@ -54,15 +55,19 @@ class Observer:
                 recorder.close()
 
     def _watch(self, recorder: Recorder | None) -> Any:
-        if self._wanted is None:
+        wanted = self._wanted
+        if wanted is None:
             return recorder
 
         def watch(rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
-            if (rnd.direction, rnd.module, site) in self._wanted:
+            if (rnd.direction, rnd.module, site) in wanted:
                 self._statistics(rnd, site, x, rounded)
             if recorder is not None:
                 recorder(rnd, site, x, rounded)
-        return watch
+
+        return Only(watch, lambda direction, layer, module, site, sample:
+                    (direction, module, site) in wanted
+                    or recorder is not None and recorder.wants(direction, layer, module, site, sample))
 
     def after(self, step: int, logged: bool) -> str | None:
         """Keeps what is due after a step: spectral norms; with a line of the log, what watched sites have

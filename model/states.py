@@ -80,7 +80,8 @@ def layer_states(path: pathlib.Path, step: int, samples: Sequence[int],
 
     def watch(rnd: Rounder, site: str, x: np.ndarray, rounded: np.ndarray) -> None:
         if rnd.layer in chosen and (rnd.direction, site, rnd.module) == ("fwd", "linear.x", "c_attn"):
-            inputs[rnd.layer] = np.array(rounded, np.float32).reshape(len(p.x), c.block_size, c.n_embd)
+            whole = inputs.setdefault(rnd.layer, np.empty((len(p.x), c.block_size, c.n_embd), np.float32))
+            whole[rnd.samples] = rounded.reshape(-1, c.block_size, c.n_embd)
 
     with watching(watch):
         found = captures(p, chosen, samples=list(samples))

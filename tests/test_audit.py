@@ -9,8 +9,10 @@ import pytest
 from cuflash.attention import flash_attention_backward, flash_attention_forward
 from cuflash.audit import Capture, audit
 from cuflash.precision import Precision
+from cuflash.site_table import SITES
 from cuflash.statistics import SIGNIFICANT
 from cuflash.tensor_file import read_tensors
+from cuflash.watching import Only, wants
 from tests.test_statistics import paper_case
 
 BF16 = ml_dtypes.bfloat16
@@ -50,6 +52,21 @@ def test_the_papers_case(paper):
         assert left[change] == pytest.approx(1, abs=0.05) and change not in removed
     assert left["--fix on"] < 0.2
     assert [c.left for c in found.cures] == sorted(c.left for c in found.cures)
+
+
+def test_a_pass_asks_for_what_it_keeps(monkeypatch):
+    """On a GPU the rest would be brought to the host."""
+    asked = []
+
+    def launched(*args, watch, **options):
+        asked.append({site for site in SITES for d in ("fwd", "bwd") if wants(watch, d, 0, "", site, 0)})
+        return flash_attention_forward(*args, watch=watch, **options)
+    monkeypatch.setattr("cuflash.audit.flash_attention_forward", launched)
+    capture, kept = Capture.of(*normal(1, 1, 4, 4)), {"attn.delta", "attn.lse", "attn.dq"}
+    capture.run(Precision.named("bf16"))
+    capture.run(Precision.named("bf16"), watch=Only(lambda *value: None, lambda *place: place[3] == "attn.p"))
+    capture.run(Precision.named("bf16"), watch=lambda *value: None)
+    assert asked == [kept, kept | {"attn.p"}, set(SITES)]
 
 
 def test_first_row_and_keys_of_the_papers_case(paper):

@@ -1,4 +1,5 @@
 """Training that is watched and dumped: the same losses, whole files, a notebook's view of them."""
+import contextlib
 import os
 
 import numpy as np
@@ -8,8 +9,11 @@ import cuflash
 from cuflash.dump import read, recording
 from cuflash.model.gpt import GPT, GPTConfig, init_params
 from cuflash.model.layers import Layers, spectral_norm, spectral_norms
+from cuflash.model.observe import Observer
 from cuflash.model.run import Run
 from cuflash.precision import Precision
+from cuflash.site_table import SITES
+from cuflash.watching import wants
 from tests.test_cli import run
 
 TINY = ("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-size", "2",
@@ -97,10 +101,27 @@ def test_cuflash_dump_of_a_checkpoint_is_the_dump_of_the_step_after_it(watched, 
     assert "weights at step 4" in run("diff", str(folder), str(folder))
 
 
+def test_a_watched_step_asks_for_what_it_keeps(tmp_path):
+    """On a GPU the rest would be brought to the host."""
+    from types import SimpleNamespace
+    model = SimpleNamespace(fix="off", watch=None)
+    config = SimpleNamespace(watch="attn.pv", dump_every=2, dump_sites="bwd/attn.dq")
+    trainer = SimpleNamespace(config=config, model=model, data=SimpleNamespace(sha256=""))
+    observer = Observer(trainer, SimpleNamespace(path=tmp_path, dump_path=lambda step: tmp_path / "x.h5"), ValueError,
+                        resumed=False)
+    asked = []
+    for step in (1, 2):
+        with contextlib.suppress(ValueError), observer.step(step):  # nothing was recorded
+            asked.append([(d, s) for s in SITES for d in ("fwd", "bwd") if wants(model.watch, d, 0, "", s, 0)])
+    lengths = [(d, s) for s in ("attn.q", "attn.k") for d in ("fwd", "bwd")]
+    assert asked[0] == [("fwd", "attn.pv"), ("bwd", "attn.pv")]
+    assert asked[1] == [*lengths, *asked[0], ("bwd", "attn.dq")]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (("--layers", "2"), "--layers 2: the model has layers 0 to 1"),
     (("--heads", "1-3"), "--heads 2, 3: the model has heads 0 to 1"),
-    (("--batch", "2"), "--batch 2: the batch has samples 0 to 1"),
+    (("--batch", "4"), "--batch 4: the batch has samples 0 to 3"),
     (("--rows", "5-3"), "a range goes up"),
     (("--sites", "atn"), "unknown site 'atn': did you mean 'attn"),
     (("--step", "7"), "--step 7: no such checkpoint"),
