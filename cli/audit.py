@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from tqdm import tqdm
 
 from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
@@ -27,6 +28,7 @@ from cuflash.whole_file import whole_file
 WIDTH = 100
 CONSTANT = 1e9  # a z beyond it: the errors are all the same, up to the rounding of their sums
 KEYS, OPTIONAL = ("q", "k", "v"), ("do",)
+_MONTE_CARLO = ("source", "monte_carlo", "precisions", "rounds", "settings", "fix", "json_file")  # what it takes
 
 
 @click.command()
@@ -78,8 +80,10 @@ def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     cuflash audit --monte-carlo --json bias.json
     """
     if options["monte_carlo"]:
-        if source:
-            raise UserError(f"--monte-carlo draws its own inputs: drop {source}")
+        given = [p for p in ctx.command.params if ctx.get_parameter_source(p.name) is ParameterSource.COMMANDLINE]
+        extra = [*filter(None, [source]), *(p.opts[-1] for p in given if p.name not in _MONTE_CARLO)]
+        if extra:
+            raise UserError(f"--monte-carlo draws its own inputs: drop {', '.join(extra)}")
         _monte_carlo(options)
     elif source is None:
         raise UserError("name a FILE with q, k, v and do, a RUN, or --monte-carlo")

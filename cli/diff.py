@@ -43,7 +43,7 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
          step: int | None, csv_file: str | None, json_file: str | None) -> None:
     """How two files differ: dumps site by site, runs weight by weight, any HDF5 files dataset by dataset.
 
-    A and B are dumps, run folders, or HDF5 files with datasets of the same names. Differences are A − B.
+    A and B are dumps, run folders (see --step), or HDF5 files with datasets of the same names. Differences are A − B.
     The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
 
     \b
@@ -56,6 +56,8 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
         if folders[0] != folders[1]:
             raise ValueError(f"{a} and {b} are a file and a folder: give two dumps or two run folders")
         if folders[0]:
+            if names or sort != "order":
+                raise ValueError(f"{'--site' if names else '--sort'} is for dumps; runs are compared weight by weight")
             found_step, files = _checkpoints(a, b, step)
             weights = diff_weights(*files)
             rows: list[Any] = weights

@@ -1,10 +1,12 @@
 """`cuflash plot`: figures of runs, dumps, differences and audits."""
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_FILE
@@ -25,13 +27,20 @@ KINDS = {
 }
 
 
+TAKES = {
+    "curves": (), "spectral": (), "bias": (), "heat": ("sites", "layer", "sample", "head"),
+    "row": ("layer", "sample", "head", "query", "feature"), "histograms": ("sites", "layer"),
+    "diff": ("sites", "layer"), "errors": ("layer", "sample", "head", "token", "precision"),
+}
+
+
 @click.command(epilog="Kinds: " + "; ".join(f"{kind}, {text}" for kind, text in KINDS.items()) + ".")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True), metavar="SOURCE…")
 @click.option("--kind", metavar="KIND", help="What to draw; by default the first kind that fits the sources.")
 @click.option("-o", "--out", required=True, type=OUT_FILE,
               help="A .png, .svg or .pdf file.")
 @click.option("--sites", help="Of dumps: names with commas between.")
-@click.option("--layer", type=click.IntRange(min=0), help="Of a dump or an audit.  [default: the first]")
+@click.option("--layer", type=click.IntRange(min=0), help="Of a dump or an audit.  [default: the first; of a diff all]")
 @click.option("--sample", type=click.IntRange(min=0), help="[default: the first]")
 @click.option("--head", type=click.IntRange(min=0),
               help="[default: the first; of an audit the one with the largest error]")
@@ -42,7 +51,8 @@ KINDS = {
               help="Of an audit.  [default: the one with the largest error]")
 @click.option("--precision", help="Of an audit of several.  [default: the first]")
 @click.option("--dpi", type=click.IntRange(min=50), default=200, show_default=True, help="Of a PNG.")
-def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
+@click.pass_context
+def plot(ctx: click.Context, sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
     """Draw a run or several, a dump, two dumps, or an audit.
 
     SOURCE is a run folder, a dump, the -o file of an audit, or what --json of a diff or a Monte Carlo wrote.
@@ -70,6 +80,10 @@ def plot(sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **optio
                 f"--kind {kind} is for {KINDS[kind].partition(':')[0]}; these sources give "
                 f"{', '.join(fitting)}"
             )
+        given = [n for n in options if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+        if extra := [f"--{n}" for n in given if n not in TAKES[kind]]:
+            takes = ", ".join(f"--{n}" for n in TAKES[kind]) or "none of these options"
+            raise ValueError(f"{', '.join(extra)}: a plot of kind {kind} takes {takes}")
         save(fitting[kind](sources, options), out, dpi)
     click.echo(out)
 
@@ -161,17 +175,27 @@ def _histograms(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
 def _diff(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
     from cuflash.diff import diff
+    return plot.differences(diff(*sources, _patterns(options)))
+
+
+def _patterns(options: dict[str, Any]) -> list[str]:
+    """--sites and --layer as patterns of names."""
     names = options["sites"].split(",") if options["sites"] else []
     if options["layer"] is not None:
         names = [f"*/L{options['layer']:02d}/{n}" for n in names or ["*"]]
-    return plot.differences(diff(*sources, names))
+    return names
 
 
 def _diff_json(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
-    from cuflash.diff import Diff
+    from cuflash.diff import Diff, matches
     try:
-        return plot.differences(Diff.from_dict(_json(sources[0])))
+        found = Diff.from_dict(_json(sources[0]))
+        if names := _patterns(options):
+            found = dataclasses.replace(found, sites=[s for s in found.sites if matches(s.name, names)],
+                                        **{part: [n for n in getattr(found, part) if matches(n, names)]
+                                           for part in ("only_a", "only_b")})
+        return plot.differences(found)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{sources[0]} is not the JSON of cuflash diff ({e})") from e
 

@@ -8,6 +8,7 @@ Files are read in blocks, so that memory does not grow with them.
 """
 import dataclasses
 import fnmatch
+import functools
 import math
 import os
 import pathlib
@@ -20,6 +21,7 @@ import numpy as np
 
 from cuflash import hdf5
 from cuflash.dump_file import STEP, Dump, Entry, datasets
+from cuflash.errors import ranges
 from cuflash.formats import format_named
 
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
         names: only these: a site (`attn.p`), a prefix (`attn`, `fwd/L01`), or a pattern (`*/L0[01]/attn.*`).
 
     Raises:
-        ValueError: a file is not HDF5 or is damaged, no name is in both, or none is left by `names`.
+        ValueError: a file is not HDF5 or is damaged, no name is in both, or none is left by `names`; dumps
+            of one shape are of different samples, heads or rows.
     """
     with _opened(a) as file_a, _opened(b) as file_b:
         try:
@@ -195,10 +198,23 @@ def _compare(file_a: "h5py.File", file_b: "h5py.File", a: Entry, b: Entry) -> Si
     formats = a.format or _OF_DTYPE.get(dtypes[0], dtypes[0]), b.format or _OF_DTYPE.get(dtypes[1], dtypes[1])
     if x.shape != y.shape:
         return SiteDiff(a.name, a.site, a.order, formats, 0, 0.0, shapes=(x.shape, y.shape))
+    _check_numbers(a, b, file_a.filename, file_b.filename)
     sums = _Sums(x.shape, _ulp_of(a, x), _ulp_of(b, y))
     for where in hdf5.blocks(x.shape, BLOCK):
         sums.add(hdf5.read_array(x, where), hdf5.read_array(y, where), a.visible(where), where)
     return SiteDiff(a.name, a.site, a.order, formats, **sums.results())
+
+
+def _check_numbers(a: Entry, b: Entry, path_a: object, path_b: object) -> None:
+    """ValueError where two entries of one shape have different samples, heads or rows."""
+    for name in ("samples", "heads", "rows"):
+        of_a, of_b = getattr(a, name), getattr(b, name)
+        if name == "rows" and "query" in a.axes + b.axes:
+            whole = tuple(range(a.lengths[0])) if a.lengths else None
+            of_a, of_b = (whole if rows is None else rows for rows in (of_a, of_b))
+        if of_a and of_b and of_a != of_b:
+            raise ValueError(f"{a.name}: {name} {ranges(of_a)} in {path_a}, {ranges(of_b)} in {path_b}: give two dumps "
+                             f"of the same {name}")
 
 
 def _ulp_of(entry: Entry, dataset: "h5py.Dataset") -> tuple[int, int, int] | None:
@@ -222,6 +238,7 @@ def ulp_errors(a: Dump, b: Dump, site: str, *, layer: int | None = None) -> np.n
     in_a, in_b = a.entry(site, layer=layer), b.entry(site, layer=layer)
     if in_a.shape != in_b.shape:
         raise ValueError(f"{in_a.name} has shape {in_a.shape} in {a.path}, {in_b.shape} in {b.path}")
+    _check_numbers(in_a, in_b, a.path, b.path)
     with _opened(a.path) as file_a, _opened(b.path) as file_b:
         x, y = file_a[in_a.dataset], file_b[in_b.dataset]
         sums = _Sums(x.shape, _ulp_of(in_a, x), _ulp_of(in_b, y))
@@ -237,7 +254,7 @@ class _Sums:
 
     def __init__(self, shape: tuple[int, ...], a: tuple[int, int, int] | None,
                  b: tuple[int, int, int] | None) -> None:
-        self.ulp = min(a, b) if a and b else None
+        self.ulps = {a, b} if a and b else set()
         self.at_a = bool(a and b and a[0] > b[0])  # the finer one says where ulp are taken
         self.grid = len(shape) > 1
         self.columns = np.zeros((2, shape[-1] if self.grid else 0))  # errors and their number
@@ -250,11 +267,11 @@ class _Sums:
     def add(self, a: np.ndarray, b: np.ndarray, visible: np.ndarray | None,
             where: tuple[slice, ...]) -> np.ndarray | None:
         """Adds a block; gives the errors in ulp of its finite entries, None where there are no ulp."""
-        if a.dtype.kind in "OSUV" and a.dtype.name not in _OF_DTYPE:  # text: the same or not
-            same, x, y = np.asarray(a == b), np.full(a.shape, np.nan), np.full(a.shape, np.nan)
+        if not (_is_real(a) and _is_real(b)):  # text, complex numbers and the like: the same or not
+            same, x, y = _alike(a, b), np.full(a.shape, np.nan), np.full(a.shape, np.nan)
         else:
             x, y = a.astype(np.float64), b.astype(np.float64)
-            same = (x == y) & (np.signbit(x) == np.signbit(y)) | np.isnan(x) & np.isnan(y)
+            same = _same_bits(x, y)
             if a.dtype.kind in "iu" and b.dtype.kind in "iu":
                 same = np.asarray(a == b)  # beyond 2⁵³ too
         shown = np.ones(a.shape, bool) if visible is None else np.broadcast_to(visible, a.shape)
@@ -275,10 +292,11 @@ class _Sums:
         d = x - y
         self.abs += float(np.abs(d).sum())
         self.max_abs = max(self.max_abs, float(np.abs(d).max(initial=0)))
-        if self.ulp is None:
+        if not self.ulps:
             return None
         fine, coarse = (x, y) if self.at_a else (y, x)
-        error = d / _spacing(np.maximum(np.abs(fine), np.abs(coarse) / 2), *self.ulp)
+        at = np.maximum(np.abs(fine), np.abs(coarse) / 2)
+        error = d / functools.reduce(np.maximum, (_spacing(at, *ulp) for ulp in self.ulps))
         self._ulp(error, finite)
         return error[finite]
 
@@ -307,7 +325,7 @@ class _Sums:
             "max_abs": self.max_abs, "mean_abs": self.abs / n,
             "cosine": self.xy / math.sqrt(self.xx) / math.sqrt(self.yy) if self.xx and self.yy else math.nan
         }
-        if self.ulp is None:
+        if not self.ulps:
             return found
         mean = self.error / n
         s, k = self.columns
@@ -316,6 +334,21 @@ class _Sums:
                   for ss, sn, nn, c in clusters if c > 1]
         return found | {"max_ulp": self.max_ulp, "mean_ulp": self.magnitude / n, "signed_ulp": mean,
                         "se": max(errors, default=math.nan)}
+
+
+def _is_real(x: np.ndarray) -> bool:
+    return x.dtype.kind in "biuf" or x.dtype.name in _OF_DTYPE
+
+
+def _same_bits(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return (x == y) & (np.signbit(x) == np.signbit(y)) | np.isnan(x) & np.isnan(y)
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which entries are the same, of arrays that do not both hold real numbers."""
+    if "c" in (a.dtype.kind, b.dtype.kind) and {a.dtype.kind, b.dtype.kind} <= set("biufc"):
+        return _same_bits(a.real, b.real) & _same_bits(a.imag, b.imag)
+    return np.asarray(np.frompyfunc(lambda x, y: bool(np.array_equal(x, y)), 2, 1)(a, b), bool)
 
 
 def _spacing(x: np.ndarray, mantissa_bits: int, emin: int, emax: int) -> np.ndarray:

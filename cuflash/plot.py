@@ -122,15 +122,19 @@ def spectral(steps: np.ndarray, norms: Mapping[str, np.ndarray]) -> "Figure":
         norms: `spectral/L01/q` (n,), …, `spectral/L01/q_heads` (n, heads), as a run's layers.h5 has them.
     """
     names = [n for n in sorted(norms) if n.startswith("spectral/") and not n.endswith("q_heads")]
-    heads = {n.split("/")[1]: norms[n][-1] for n in sorted(norms) if n.endswith("q_heads")}
+    heads = {n.split("/")[1]: norms[n] for n in sorted(norms) if n.endswith("q_heads")}
     if not names:
         raise ValueError("no spectral norms: the run has logged none yet")
+    measured = ~np.isnan(norms[names[0]])  # other steps have what sites measured
+    if not measured.any():
+        raise ValueError("no spectral norms: all that the run has logged are NaN")
+    steps, heads = steps[measured], {layer: found[measured][-1] for layer, found in heads.items()}
     order = ("q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     names.sort(key=lambda n: (n.split("/")[1], order.index(n.split("/")[2])))
     with _style():
         fig = _figure(WIDTH, max(2.4, 0.11 * len(names) + 0.8))
         left, right = fig.subplots(1, 2, width_ratios=(3, 2))
-        values = np.array([norms[n] for n in names])
+        values = np.array([norms[n][measured] for n in names])
         mesh = left.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest",
                            extent=(-0.5, len(steps) - 0.5, len(names) - 0.5, -0.5))
         ticks = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
@@ -179,11 +183,16 @@ def heat_maps(dump: Dump, *, sites: Sequence[str] = ("attn.s", "attn.p"), layer:
             largest = float(np.abs(finite).max(initial=0)) or 1.0
             low, colours = (-largest, "PuOr") if signed else (0.0, "cividis")
             rows = e.rows or range(e.shape[-2])
+            together = rows[-1] - rows[0] == len(rows) - 1
+            top, bottom = (rows[0], rows[-1]) if together else (0, len(rows) - 1)
             ax.set_facecolor("0.85")
             ax.spines[:].set_visible(False)
             mesh = ax.imshow(values, aspect="auto", interpolation="nearest",
-                             extent=(-0.5, values.shape[1] - 0.5, rows[-1] + 0.5, rows[0] - 0.5),
+                             extent=(-0.5, values.shape[1] - 0.5, bottom + 0.5, top - 0.5),
                              vmin=low, vmax=largest, cmap=colours)
+            if not together:
+                shown = range(0, len(rows), math.ceil(len(rows) / 16))
+                ax.set_yticks(shown, [str(rows[i]) for i in shown])
             ax.set_xlabel("key")
             ax.set_ylabel("query")
             place = f"layer {e.layer}, head {h}, sample {s}" if e.layer is not None else f"head {h}"
@@ -293,8 +302,10 @@ def histograms(a: Dump, b: Dump, sites: Sequence[str], *, layer: int | None = No
     of the values.
 
     Raises:
-        ValueError: a site is not in both, or the shapes differ.
+        ValueError: a site is not in both, or the shapes differ; there are no sites.
     """
+    if not sites:
+        raise ValueError(f"which sites? {a.path} and {b.path} share none of those drawn by default: name some by --sites")
     columns = min(4, len(sites))
     lines = math.ceil(len(sites) / columns)
     with _style():
@@ -323,11 +334,13 @@ def differences(found: Diff) -> "Figure":
     """Each site that differs, in the order of execution.
 
     Signed mean error with twice its standard error, mean size of the error, share of values that are not the
-    same bits.
+    same bits. What differs and has no error in ulp (other shapes, in one file alone) is only counted.
     """
     sites = [s for s in found.sites if s.differs and s.shapes is None and math.isfinite(s.signed_ulp)]
+    other = [s.name for s in found.sites if s.differs and s not in sites] + found.only_a + found.only_b
     if not sites:
-        raise ValueError(f"{found.a} and {found.b} differ at no site: there is nothing to plot")
+        rest = f" that has an error in ulp, but in {', '.join(other)}" if other else ""
+        raise ValueError(f"{found.a} and {found.b} differ at no site{rest}: there is nothing to plot")
     with _style():
         fig = _figure(WIDTH, max(2.0, 0.15 * len(sites) + 0.8))
         signed, size, share = fig.subplots(1, 3, sharey=True, width_ratios=(3, 2, 2))
@@ -355,6 +368,8 @@ def differences(found: Diff) -> "Figure":
             ax.set_xlabel(label)
             ax.grid(axis="y", color="0.9", linewidth=0.5)
             ax.set_axisbelow(True)
+        if other:
+            share.set_title(f"{len(other)} more without an error in ulp")
         return fig
 
 

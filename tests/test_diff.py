@@ -151,6 +151,50 @@ def test_any_two_files(tmp_path):
     assert [s.name for s in diff(a, b, ["g/*"]).sites] == ["g/x"]
 
 
+def test_what_holds_no_real_numbers_is_the_same_or_not(tmp_path):
+    words = np.array([b"a", b"bc"])
+    a = write(tmp_path / "a.h5", c=np.array([1 + 1j, 2, np.nan]), same=np.complex64([1j, 0]), t=words, mixed=words,
+              real=np.float32([1, 2]))
+    b = write(tmp_path / "b.h5", c=np.array([1 + 5j, 2, np.nan]), same=np.complex128([1j, 0]), t=words,
+              mixed=np.zeros(2), real=np.complex64([1, 2 + 1j]))
+    found = {s.name: s for s in diff(a, b).sites}
+    assert {n: s.equal for n, s in found.items()} == {"c": 2 / 3, "same": 1, "t": 1, "mixed": 0, "real": 0.5}
+    assert found["c"].first == (0,) and math.isnan(found["c"].signed_ulp)
+
+
+@pytest.mark.parametrize("narrow, message", [
+    (("heads", [0], [1]), "fwd/L00/attn.q: heads 0 in .*a.h5, 1 in .*b.h5: give two dumps of the same heads"),
+    (("batch", [0], [1]), "fwd/L00/attn.q: samples 0 in .*a.h5, 1 in .*b.h5: give two dumps of the same samples"),
+    (("rows", [0, 2], [0, 3]), "fwd/L00/attn.q: rows 0, 2 in .*a.h5, 0, 3 in .*b.h5: give two dumps of the same rows"),
+    (("rows", None, range(20)), None),
+])
+def test_other_heads_samples_or_rows_are_not_compared(tmp_path, narrow, message):
+    q, k, v, _ = inputs(2, 2, 2, 20, 20, 8, seed=39)
+    option, *chosen = narrow
+    for name, numbers in zip("ab", chosen):
+        with recording(tmp_path / f"{name}.h5", **{option: numbers}):
+            flash_attention_forward(q, k, v, precision="bf16")
+    if message is None:
+        assert not diff(tmp_path / "a.h5", tmp_path / "b.h5").differs
+        return
+    with pytest.raises(ValueError, match=message):
+        diff(tmp_path / "a.h5", tmp_path / "b.h5")
+
+
+def test_an_ulp_is_the_larger_one_of_two_formats_that_cover_other_ranges(tmp_path):
+    """Among fp16's subnormals bf16 is the finer one, among its normal numbers fp16."""
+    values = {"a": np.float16([1, 2**-20]), "b": np.float32([1 + 2**-10, 2**-20 + 2**-27])}
+    q, k, v, _ = inputs(1, 1, 1, 2, 2, 1, seed=40)
+    for name, precision in (("a", "all-fp16"), ("b", "all-bf16")):
+        v[0, 0, :, 0] = values[name]
+        with recording(tmp_path / f"{name}.h5", "attn.v"):
+            flash_attention_forward(q, k, v, precision=precision)
+    x, y = (wide(read(tmp_path / f"{n}.h5").read("attn.v"))[0, 0, :, 0] for n in "ab")
+    assert x[1] != y[1] or x[0] != y[0]
+    (s,) = diff(tmp_path / "a.h5", tmp_path / "b.h5").sites
+    assert s.max_ulp == max(abs(x[0] - y[0]) / 2**-7, abs(x[1] - y[1]) / 2**-24)
+
+
 def test_bf16_files_differ_in_bf16_ulp(tmp_path):
     q, k, v, _ = inputs(1, 1, 1, 20, 20, 8, seed=36)
     a, b = (record(tmp_path / f"{n}.h5", q, k, x, precision="bf16")
@@ -287,6 +331,16 @@ def test_mistakes_of_the_command(tmp_path):
                    code=2)
         assert message in " ".join(text.split()) and "Traceback" not in text, text
     assert a and b
+
+
+@pytest.mark.parametrize("option", [("--site", "h.0"), ("--sort", "ulp")])
+def test_runs_take_no_options_of_dumps(tmp_path, option):
+    folders = []
+    for name in "ab":
+        folders.append(Run.create(tmp_path / name, {}))
+        save(folders[-1].checkpoint_path(3))
+    text = run("diff", *(str(r.path) for r in folders), *option, code=2)
+    assert f"{option[0]} is for dumps; runs are compared weight by weight" in text
 
 
 def test_runs_of_the_same_bits_are_one_line_and_only_what_differs_is_listed(tmp_path):

@@ -50,3 +50,5 @@ def test_the_command(tmp_path):
     two = next(b for b in rows if (b["x"], b["ties"], b["rest"]) == ("o_bar", 2, 1e-5))
     assert two["mean"] == pytest.approx(-0.25, abs=0.01) and f"{two['mean']:+.4f}" in text
     assert "drop" in run("audit", ".", "--monte-carlo", code=2)
+    text = run("audit", "--monte-carlo", "-o", str(tmp_path / "x.h5"), "--heads", "0", "--no-cures", code=2)
+    assert "draws its own inputs: drop --heads, --cures, --out" in text and not (tmp_path / "x.h5").exists()

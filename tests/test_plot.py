@@ -76,6 +76,10 @@ def test_spectral():
     assert len(right.lines) == 2 and np.array_equal(right.lines[1].get_ydata(), [1, 1, 1, 1])
     with pytest.raises(ValueError, match="no spectral norms"):
         plot.spectral(np.array([1]), {})
+    sparse = {n: np.where(np.reshape([1, 0, 0], (-1, *[1] * (x.ndim - 1))), x, np.nan) for n, x in norms.items()}
+    left, right = plot.spectral(np.array([10, 20, 30]), sparse).axes[:2]  # the other steps have statistics of sites
+    assert left.images[0].get_array().shape == (12, 1) and "step 10" in right._left_title.get_text()
+    assert np.array_equal(right.lines[1].get_ydata(), [1, 1, 1, 1])
 
 
 def test_heat_maps(dumps):
@@ -90,6 +94,18 @@ def test_heat_maps(dumps):
     assert "attn.s in bf16, layer 0, head 1, sample 0" in texts(figure)
     with pytest.raises(ValueError, match="attn.o has axes sample, head, query, feature; a heat map"):
         plot.heat_maps(d, sites=["attn.o"])
+
+
+def test_chosen_rows_of_a_heat_map_have_their_numbers(tmp_path):
+    q, k, v, _ = inputs(1, 1, 1, 40, 40, 8, seed=55)
+    for rows, shown in (([0, 7, 30], ["0", "7", "30"]), (range(20, 40), None)):
+        with recording(tmp_path / "x.h5", rows=rows):
+            flash_attention_forward(q, k, v, precision="bf16")
+        figure = plot.heat_maps(read(tmp_path / "x.h5"))
+        labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+        top, bottom = figure.axes[0].images[0].get_extent()[:1:-1]
+        assert labels == shown if shown else (top, bottom) == (19.5, 39.5)
+        assert bottom - top == len(rows)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fa2"])
@@ -131,8 +147,15 @@ def test_histograms_and_differences(dumps, tmp_path):
     from cuflash.diff import diff
     figure = plot.differences(diff(dumps / "a.h5", dumps / "b.h5"))
     assert figure.axes[0].get_yticklabels()[0].get_text() == "fwd/L00/attn.q"
-    with pytest.raises(ValueError, match="differ at no site"):
+    with pytest.raises(ValueError, match="differ at no site: there is nothing"):
         plot.differences(diff(dumps / "a.h5", dumps / "a.h5"))
+    with recording(tmp_path / "other.h5", "attn.o,attn.v"):
+        flash_attention_forward(q, k, v, precision="bf16")
+    found = diff(dumps / "a.h5", tmp_path / "other.h5")
+    with pytest.raises(ValueError, match="differ at no site that has an error in ulp, but in fwd/L00/attn.v, fwd/L00/attn"):
+        plot.differences(found)
+    with pytest.raises(ValueError, match="which sites.* share none of those drawn by default: name some by --sites"):
+        plot.histograms(read(dumps / "a.h5"), read(dumps / "b.h5"), [])
 
 
 def test_a_diffs_json(dumps, tmp_path):
@@ -141,6 +164,11 @@ def test_a_diffs_json(dumps, tmp_path):
     run("plot", a, b, "--kind", "diff", "-o", str(tmp_path / "x.svg"))
     run("plot", file, "-o", str(tmp_path / "y.svg"))
     assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "y.svg").read_bytes()
+    options = ("--sites", "attn.s,attn.o", "--layer", "0", "-o")
+    run("plot", a, b, "--kind", "diff", *options, str(tmp_path / "x.svg"))
+    run("plot", file, *options, str(tmp_path / "z.svg"))
+    assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "z.svg").read_bytes()
+    assert (tmp_path / "z.svg").read_bytes() != (tmp_path / "y.svg").read_bytes()
 
 
 def test_error_maps():
@@ -175,6 +203,8 @@ def test_files(dumps, tmp_path):
     (("a.h5", "-o", "x.png", "--kind", "curves"), "--kind curves is for runs; these sources give heat, row"),
     (("a.h5", "b.h5", "a.h5", "-o", "x.png"), "3 sources of this sort (dump) do not go into one plot"),
     (("a.h5", "other.h5", "-o", "x.png"), "an HDF5 file, but no dump and no audit"),
+    (("a.h5", "-o", "x.png", "--query", "3", "--token", "2"),
+     "--query, --token: a plot of kind heat takes --sites, --layer, --sample, --head"),
     (("a.h5", "-o", "x.png", "--layer", "3"), "at layer=3"),
     (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"),
     ((".", "-o", "x.png"), "is not a run folder"),
