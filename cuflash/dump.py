@@ -98,7 +98,8 @@ def recording(path: str | os.PathLike[str], sites: str | Iterable[str] = "attn",
 
     Raises:
         ValueError: an argument is not valid; a site was named that the precision merges away, or was seen
-            twice at one place (a recording takes one pass); nothing was recorded.
+            twice at one place (a recording takes one pass), or under another precision, shape or mask there;
+            nothing was recorded.
         OSError: the file cannot be written; the files before it are whole.
     """
     recorder = Recorder(path, sites, layers=layers, heads=heads, batch=batch, rows=rows,
@@ -157,6 +158,8 @@ class Recorder:
             self._lengths |= {"q": rounded.shape[1], "d": rounded.shape[2]}
         elif site == "attn.k":
             self._lengths["k"] = rounded.shape[1]
+            if before := self._sites.get(place_name(rnd.direction, rnd.layer, "", "attn.q")):
+                before.attributes["Tk"] = rounded.shape[1]
         if (rnd.direction, rnd.module, site) not in self.selection:
             return
         if self.layers is not None and rnd.layer != NO_LAYER and rnd.layer not in self.layers:
@@ -215,6 +218,8 @@ class Recorder:
         here = self._sites.get(name)
         if here is None:
             here = self._sites[name] = self._attention_site(rnd, site, name)
+        keys = 0 if site == "attn.q" else self._lengths["k"]  # not known yet
+        here.check(rnd.precision, (self._lengths["q"], keys, self._lengths["d"], rnd.causal, rnd.group))
         if rnd.visible is not None and here.masked:
             values = np.where(rnd.visible, values, values.dtype.type(here.fill))
         lead: tuple[int, ...] = (rnd.tile,) if "tile" in here.axes else ()
@@ -267,6 +272,7 @@ class Recorder:
             here = self._sites[name] = self._site(rnd, site, name, axes, shape, inner, values.shape[1:])
         elif site == "linear.w":
             return  # the same weight again, in another micro-batch
+        here.check(rnd.precision, values.shape[1:])
         values, start = self._narrowed(here, values, [0] * len(inner))
         values = values.astype(here.dtype, copy=False)
         for sample, value in zip(rnd.samples if each else (0,), values):
@@ -369,6 +375,7 @@ class _Site:
         self.rows: Sequence[int] | None = None
         self.tile: Tile | None = None
         self.masked = False
+        self.made: tuple[Precision, tuple[int, ...]] | None = None
         self.attributes: dict[str, Any] = {}
         self._open: dict[tuple[int, ...], list[Any]] = {}  # chunk -> [array, elements that are not there yet]
         self._done: set[tuple[int, ...]] = set()
@@ -378,6 +385,15 @@ class _Site:
         """The index of a sample (or micro-batch), as they come."""
         numbers = self.numbers[self.axes[0]]
         return numbers.setdefault(number, len(numbers))
+
+    def check(self, precision: Precision, like: tuple[int, ...]) -> None:
+        """ValueError where a value comes that was not made like the first one: its precision, lengths and mask."""
+        if self.made is None:
+            self.made = precision, like
+        elif self.made[1] != like or self.made[0] is not precision and self.made[0] != precision:
+            what = "of another precision" if self.made[1] == like else "of other lengths, heads or mask"
+            raise ValueError(f"{self.name} came {what} than before: give such calls a cuflash.Key with another "
+                             "layer, or record them in a file of their own")
 
     def occurrence(self, place: Any) -> int:
         """0 when a place is seen for the first time in succession, 1 for the second."""

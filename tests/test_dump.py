@@ -174,12 +174,12 @@ def test_heads_that_round_differently_lie_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("tq, tk", [(5, 1), (1, 5), (5, 5)])
-def test_whether_attention_was_causal(tmp_path, tq, tk):
+def test_lengths_and_whether_attention_was_causal(tmp_path, tq, tk):
     q, k, v, do = inputs(1, 1, 1, tq, tk, 8, seed=23)
     for causal in (False, True):
         with recording(tmp_path / "x.h5"):
             attend(q, k, v, do, causal=causal, precision="bf16")
-        assert {e.causal for e in read(tmp_path / "x.h5").entries} == {causal}
+        assert {(e.causal, e.lengths) for e in read(tmp_path / "x.h5").entries} == {(causal, (tq, tk))}
 
 
 @pytest.mark.parametrize("narrow, message", [
@@ -219,6 +219,26 @@ def test_a_second_call_at_the_same_place_is_refused_and_elsewhere_is_not(tmp_pat
         with recording(tmp_path / "y.h5"):
             flash_attention(q, k, v, precision="bf16", key=Key(0, 9))
             flash_attention(q, k, v, precision="bf16", key=Key(0, 10))
+
+
+@pytest.mark.parametrize("tq, options, what", [
+    (20, {"precision": "fp32"}, "of another precision"),
+    (20, {"precision": "bf16", "causal": True}, "of other lengths, heads or mask"),
+    (30, {"precision": "bf16"}, "of other lengths, heads or mask"),
+    (10, {"precision": "bf16"}, "of other lengths, heads or mask"),
+])
+def test_calls_at_one_place_are_alike(tmp_path, tq, options, what):
+    """Their values would not fit in one dataset, or be rounded or cut by it."""
+    def record(layer):
+        with recording(tmp_path / "x.h5", "attn.s,attn.o"):
+            for length, number, other in ((20, 0, {"precision": "bf16"}), (tq, 1, options)):
+                q, k, v, _ = inputs(1, 2, 2, length, length, 8, seed=26)
+                flash_attention(q, k, v, key=Key(0, layer=layer * number, sample=number), **other)
+    with pytest.raises(ValueError, match=f"step_00000000/fwd/L00/attn.s came {what} than before: give such calls"):
+        record(0)
+    assert os.listdir(tmp_path) == []
+    record(1)
+    assert read(tmp_path / "x.h5").entry("attn.s", layer=1).lengths == (tq, tq)
 
 
 def test_heads_that_round_differently_share_a_dataset_of_fp32(tmp_path):
