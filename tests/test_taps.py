@@ -24,7 +24,7 @@ from tests.attention_backward_cases import BackwardCase, compilations
 needs_nvrtc = pytest.mark.skipif(kernels.nvrtc_reason() is not None, reason=str(kernels.nvrtc_reason()))
 CASES = {  # precision, switches, heads, kv_heads, Tq, Tk, causal
     "bf16": ("bf16", {}, 2, 1, 150, 150, True),
-    "bf16-fa2": ("bf16-fa2", {"tile": (32, 48)}, 4, 2, 70, 100, True),
+    "bf16-fa2": ("bf16-fa2", {"tile": (64, 48)}, 4, 2, 70, 100, True),
     "one tile": ("bf16", {"tile": (None, None)}, 2, 2, 40, 33, False),
     "plain": ("bf16", {"algorithm": "plain"}, 2, 1, 50, 64, True),
     "plain fa2": ("bf16-fa2", {"algorithm": "plain"}, 1, 1, 20, 30, False),
@@ -189,6 +189,22 @@ def test_kernels_compile_with_taps(name, arch):
     jobs += compilations([BackwardCase(name, "group", "normal", "bf16", False)], capability)
     for source, defines, headers in jobs:
         kernels.compile_cubin(source, arch, dict(defines) | TAPPED, dict(headers))
+
+
+@pytest.mark.parametrize("tile, direction, refused", [
+    ((64, 160), "fwd", True), ((64, 192), "fwd", False), ((64, 48), "fwd", False), ((32, 64), "bwd", True),
+    ((64, 160), "bwd", False), ((None, None), "bwd", False)])
+def test_tiles_whose_values_would_be_those_of_others_are_refused(tile, direction, refused):
+    qkv, _, options = drawn("bf16")
+    for order, expected in (("fa2", refused), ("eager", False)):
+        p = as_precision("bf16" if order == "eager" else "bf16-fa2").replace(tile=tile)
+        call = validated(*qkv, True, None, p, "off", "bhtd", KEY)
+        parts = taps.launches(call, direction, Statistics(), [None] * 5 + [np.zeros((2, 2, 150))])
+        if expected:
+            with pytest.raises(ValueError, match="multiples of 64"):
+                next(parts)
+        else:
+            next(parts)
 
 
 def test_without_a_watch_a_call_is_one_launch():
