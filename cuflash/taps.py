@@ -238,5 +238,5 @@ def _check_tiles(call: Call, direction: str) -> None:
     size = (tiles.forward[1] if direction == "fwd" else tiles.dkdv[0]) or 64
     if p.order == "fa2" and p.algorithm == "flash" and size % 64 and (direction == "bwd" or size > 128):
         what = "more than 128 keys" if direction == "fwd" else "query rows of dK and dV"
-        raise ValueError(f"on a GPU a watch needs tiles of {what} to be multiples of 64 under order=fa2; they are {size}: "
-                         "set another tile, or watch NumPy arrays")
+        raise ValueError(f"on a GPU a watch needs tiles of {what} to be multiples of 64 under order=fa2; they are "
+                         f"{size}: set another tile, or watch NumPy arrays")
