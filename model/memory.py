@@ -54,7 +54,9 @@ def gpu_bytes(config: GPTConfig, precision: Precision, batch_size: int) -> int:
 
 def check_gpu(config: GPTConfig, precision: Precision, batch_size: int) -> None:
     """TooLittle where training cannot fit into what is free of the current GPU; nothing was allocated yet."""
-    free, total = kernels.import_cupy().cuda.runtime.memGetInfo()
+    cupy = kernels.import_cupy()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    free += cupy.get_default_memory_pool().free_bytes()  # of trainings before this one
     needed = gpu_bytes(config, precision, batch_size)
     if needed > free:
         raise TooLittle(f"too little GPU memory: training needs at least {in_bytes(needed)}; the GPU has {in_bytes(free)} "

@@ -56,9 +56,11 @@ def out_of_memory(message: str) -> MemoryError:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """3 GiB free of 80."""
-    runtime = SimpleNamespace(memGetInfo=lambda: (3 << 30, 80 << 30))
-    monkeypatch.setattr("cuflash.kernels.import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    """2 GiB free of 80, and 1 that CuPy keeps."""
+    runtime = SimpleNamespace(memGetInfo=lambda: (2 << 30, 80 << 30))
+    pool = SimpleNamespace(free_bytes=lambda: 1 << 30)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), get_default_memory_pool=lambda: pool)
+    monkeypatch.setattr("cuflash.kernels.import_cupy", lambda: cupy)
 
 
 def test_the_message_is_that_of_cupy():
@@ -76,7 +78,7 @@ def test_too_little_gpu_memory_in_training_is_one_line(gpu, monkeypatch, tmp_pat
     found = CliRunner().invoke(main, ["train", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "r")])
     assert found.exit_code == 2
     assert found.stderr == (
-        "Error: too little GPU memory: 5 GiB more needed beside the 75 GiB that this process has; the GPU has 3 GiB "
+        "Error: too little GPU memory: 5 GiB more needed beside the 75 GiB that this process has; the GPU has 2 GiB "
         "free of 80 GiB; try a smaller --batch-size, with as much more --grad-accum it trains the same, a shorter "
         "--block-size, --dry-run says what a step takes\n")
 
