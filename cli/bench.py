@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cuflash.cli.main import UserError, user_errors
+from cuflash.cli.main import Group, UserError, user_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _DEFAULTS = {"none": ("bf16-fa2", "bf16"), "torch": ("bf16-fa2", "bf16"), "paper": ("bf16",)}  # precisions
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
     """Speed of the kernels on this machine's GPU, beside other programs in the same run."""
 

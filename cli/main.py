@@ -86,6 +86,15 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
+class Group(click.Group):
+    """A group whose help shows the whole first sentence of each command, over several lines where it is long."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=1000))
+                                for name, command in sorted(self.commands.items())])
+
+
 class UserError(click.ClickException):
     """A mistake of the user's: its message alone, exit code 2."""
 

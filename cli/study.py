@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cuflash.cli.main import user_errors
+from cuflash.cli.main import Group, user_errors
 from cuflash.cli.outputs import OUT_FOLDER
 from cuflash.errors import install
 
@@ -24,7 +24,7 @@ LISTS = {"formats": (str, "Of figures 3 and 4."), "inputs": (str, "normal, unifo
          "lengths": (int, "Of figure 5."), "tiles": (int, "Sides of figure 6's square tiles.")}
 
 
-@click.group()
+@click.group(cls=Group)
 def study() -> None:
     """Studies of the papers: what they measured, measured again."""
 
@@ -68,10 +68,12 @@ def _list(option: str, text: str | None, kind: type) -> tuple[Any, ...] | None:
 def deviation(out: str, activations: str | None, layer: int | None, device: str, **options: Any) -> None:
     """How far flash attention is from plain attention of a format, and both from fp64 (figures 3 to 6).
 
+    At its defaults it takes some minutes on a CPU.
+
     \b
     cuflash dump RUN --precision fp32 --sites attn.q,attn.k,attn.v -o activations.h5
     cuflash study deviation --activations activations.h5
-    cuflash study deviation --lengths 64,256,1024 --draws 4 -o quick
+    cuflash study deviation --draws 1 --length 256 --lengths 64,256,1024 --tiles 32,64 -o quick
     """
     from cuflash.deviation import Options, read_activations
     from cuflash.deviation_report import claims, figures, sections
@@ -110,7 +112,7 @@ def stable(out: str, every: int, seeds: tuple[int, int], data: str, model: str, 
 
     \b
     cuflash study stable
-    cuflash study stable --steps 100 --every 10 --draws 4 -o quick
+    cuflash study stable --steps 100 --every 10 --draws 1 -o quick
     """
     from cuflash import deviation_report
     from cuflash.deviation import Options, read_activations
@@ -212,7 +214,8 @@ def _write(out: str, title: str, claims: Any, body: str, figures: Any, tables: A
                       report.reproduce(command, environment, data, precisions)])
     report.write_report(folder / "report.md", text)
     for c in claims:
-        click.echo(f"figure {c.figure}: {c.paper}: {c.verdict}")
+        where = f"figure {c.figure}" if c.figure[0].isdigit() else c.figure
+        click.echo(f"{where}: {c.paper}: {c.verdict}")
     click.echo(f"{folder / 'report.md'}")
 
 
