@@ -123,6 +123,18 @@ def test_command_line(tmp_path, monkeypatch):
     assert cuflash("sample", "a")
 
 
+def test_qk_norm_and_eval(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = []
+    for device in ("cpu", "gpu"):
+        cuflash("train", "--steps", 6, "--out", device, *TINY[:-2], "--qk-norm", "--device", device)
+        losses.append(float(rows(tmp_path / device)[-1]["loss"]))
+    assert abs(losses[0] - losses[1]) < 1e-2  # products of BLAS and of cuBLAS
+    lines = [cuflash("eval", "gpu", "--blocks", 4, "--device", device).splitlines()[-1] for device in ("cpu", "gpu")]
+    a, b = (float(line.split()[1]) for line in lines)  # nats a token
+    assert abs(a - b) < 1e-2
+
+
 def test_watched_and_dumped_training_has_the_same_losses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for out, options in (("a", ()), ("b", ("--watch", "attn.o_acc,gelu.y", "--dump-every", 4, "--dump-sites", "attn.p"))):
