@@ -75,7 +75,8 @@ SAMPLES = click.option("--samples", type=click.IntRange(min=1), default=2, show_
 class _Begun:
     """A study that has been set up from the command line, and how its report is written."""
 
-    def __init__(self, options: dict[str, Any], arms: Callable[["dict[str, Any]"], int] | None = None) -> None:
+    def __init__(self, options: dict[str, Any], arms: Callable[["dict[str, Any]"], int] | None = None,
+                 announced: bool = True) -> None:
         from cuflash.cli.study import _check_matplotlib
         from cuflash.model.study_scales import SCALES, options_of
         from cuflash.model.trials import Study
@@ -91,6 +92,8 @@ class _Begun:
         seeds = numbers("--seeds", options["seeds"]) or []
         if self.scale_name == "paper" and arms is not None:
             _cost(common, arms(common) * len(seeds), options["ms"], options["yes"])
+        elif announced and arms is not None:
+            _announce(common, arms(common), len(seeds))
         self.study: Study = Study(
             self.folder, common, seeds=seeds, criterion=Criterion.parse(options["criterion"]), least=options["least"],
             jobs=options["jobs"], budget=math.inf if options["budget"] is None else options["budget"],
@@ -122,6 +125,14 @@ class _Begun:
             click.echo("the budget is spent; the same command goes on")
         if self.study.interrupted:
             sys.exit(INTERRUPTED)
+
+
+def _announce(common: dict[str, Any], arms: int, seeds: int) -> None:
+    """How many runs there may be, and where: a GPU's work of minutes is days of a CPU's."""
+    from cuflash.model import session
+    c = session.options(None, common)
+    click.echo(f"up to {arms * seeds} runs ({arms} arms, {seeds} seed{'s' * (seeds != 1)}) of {c.steps:,} steps of "
+               f"{c.batch_size * c.grad_accum * c.block_size:,} tokens, on the {'GPU' if session.use_gpu(c) else 'CPU'}")
 
 
 def _cost(common: dict[str, Any], runs: int, ms: float | None, yes: bool) -> None:
@@ -174,7 +185,7 @@ def isolate(precision: str, layer: int | None, heads: str | None, own: tuple[str
     \b
     cuflash study isolate --jobs 3
     cuflash study isolate --budget 1200 --arm 'm fp32: --round attn.m=fp32'
-    cuflash study isolate --steps 60 --n-layer 2 --n-head 2 --n-embd 32 --device cpu -o tiny
+    cuflash study isolate --steps 60 --n-layer 2 --n-embd 48 --block-size 64 --batch-size 8 -o tiny
     """
     from cuflash.model import study_arms, study_failures, why_report
     with user_errors():
@@ -203,7 +214,7 @@ def sweep(precision: str, what: str, own: tuple[str, ...], **options: Any) -> No
     """
     from cuflash.model import study_arms, study_failures, why_report
     with user_errors():
-        begun = _Begun(options, lambda c: len(study_arms.sweep(precision, c["lr"], what.split(","))))
+        begun = _Begun(options, lambda c: len(study_arms.sweep(precision, c["lr"], what.split(","))) + len(own))
         arms = [*study_arms.sweep(precision, begun.study.common["lr"], what.split(",")), *_own(own, precision)]
         limits = study_failures.limit_table(precision)
         with begun.study as study:
@@ -279,7 +290,7 @@ def bisect(precision: str, source: str | None, states: int, samples: int, top: i
     from cuflash.model.bisect import FAILING, SAVING
     from cuflash.model.run import Run
     with user_errors():
-        begun = _Begun(options, lambda c: 30)
+        begun = _Begun(options, lambda c: 30, announced=False)  # its forks are another run's
         out = begun.folder / "bisect"
         if source is not None:
             begun.study.common = {"device": begun.device}

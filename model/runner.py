@@ -122,6 +122,7 @@ def look(task: Task) -> tuple[TrainConfig, Outcome | None]:
         ValueError: options that are not valid, or a folder of other ones.
     """
     config = session.options(None, task.options)
+    config.resolved_precision().check_scopes(config.n_layer, config.n_head)
     if not (pathlib.Path(task.path) / CONFIG).exists():
         return config, None
     changed = config.changed(resolve(Run(task.path).config["train"]))

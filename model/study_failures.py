@@ -19,7 +19,7 @@ from cuflash.model.screen import ALL, Ranked, Screened, ranking, screen
 from cuflash.model.states import states_before
 from cuflash.model.study_scales import Scale
 from cuflash.model.train import Trainer
-from cuflash.model.trials import Arm, Results, Study, Tally, Trial, merged
+from cuflash.model.trials import Arm, Results, Study, Tally, Trial, merged, milliseconds
 
 T = TypeVar("T")
 
@@ -65,6 +65,7 @@ def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ())
     heads = scale.heads
     if heads is None:
         base, seeds = study_arms.base(precision), study.seeds[:1]
+        study.check(own)
         study.decide([base], seeds=seeds, test=False)
         first = study.trials(base, seeds)
         if not first:
@@ -117,7 +118,7 @@ def timings(study: Study, arms: Sequence[Arm], steps: int) -> list[Timing]:
             while (ended := results.next(study.board.interval)) is None:
                 pass
             found.append(Timing(*ended))
-            study.board.say(f"{arm.name}: {found[-1].ms:.3g} ms a step, alone")
+            study.board.say(f"{arm.name}: {milliseconds(found[-1].ms)} a step, alone")
         return found
     return kept(known, key, Timing, make)
 

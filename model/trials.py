@@ -353,6 +353,16 @@ class Study:
                 self.left.append(f"{t.arm}: {len(seeds) - t.runs} of {len(seeds)} runs")
         return tallies
 
+    def check(self, arms: Iterable[Arm]) -> None:
+        """Before any run begins.
+
+        Raises:
+            ValueError: an arm's options are not valid, or its run's folder has others.
+        """
+        for arm in arms:
+            for seed in self.seeds:
+                look(self.task(arm, seed))
+
     def trials(self, arm: Arm, seeds: Sequence[int] = (), seeded: Sequence[str] = SEEDED) -> list[Trial]:
         """The runs of an arm that have ended."""
         seeds = tuple(seeds) or self.seeds
@@ -420,6 +430,10 @@ def sentence(o: Outcome) -> str:
     if o.failed:
         what = o.message or f"loss {o.loss:.4f}, best {o.best:.4f}"
         return f"fails from step {o.onset}: {what}"
-    return f"trains: loss {o.loss:.4f} at step {o.step}, {o.ms:.3g} ms a step"
+    return f"trains: loss {o.loss:.4f} at step {o.step}, {milliseconds(o.ms)} a step"
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms < 100 else f"{ms:,.0f} ms"
 
 

@@ -184,7 +184,7 @@ def columns(run: Run, *names: str) -> dict[str, np.ndarray]:
 
 def said(t: Tally) -> str:
     onset = f", median from step {t.onset:.0f}" if math.isfinite(t.onset) else ""
-    return f"{t.arm} {t.verdict} ({t.failures} of {t.runs} runs{onset})"
+    return f"{t.arm} {t.verdict} ({t.failures} of {t.runs} runs failed{onset})"
 
 
 def outcome_claims(found: Found, figure: str) -> list[Claim]:

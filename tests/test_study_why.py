@@ -120,6 +120,7 @@ def test_cures(tmp_path, no_figures):
 
 def test_a_budget_writes_what_is_there(tmp_path):
     text = run("study", "isolate", *FLAGS, "--budget", "0", "--heads", "0", "-o", str(tmp_path / "s"))
+    assert text.startswith("up to 98 runs (14 arms, 7 seeds) of 24 steps of 32 tokens, on the CPU\n")
     assert "the budget is spent; the same command goes on" in text and "left: bf16: undecided after 0 runs" in text
     assert "## Undecided" in (tmp_path / "s" / "isolate" / "report.md").read_text()
 
@@ -134,6 +135,13 @@ def test_the_paper_s_scale_says_its_cost_first(tmp_path):
     assert "--yes begins" in text and not (out / "runs").exists()
     run("study", "isolate", *tiny, "--ms", "100", "--yes", "--budget", "0")
     assert "--scale paper needs --data" in mistake("study", "why", "--scale", "paper", "-o", str(out))
+
+
+def test_mistakes_in_an_arm_are_found_before_any_run(tmp_path):
+    words = ["study", "isolate", *FLAGS, "-o", str(tmp_path / "s")]
+    assert "did you mean 'attn.p'" in mistake(*words, "--arm", "mine: --round attn.pw=fp32")
+    assert "there is no head 7" in mistake(*words, "--heads", "7")
+    assert not (tmp_path / "s" / "runs").exists()
 
 
 def test_mistakes(tmp_path):

@@ -162,5 +162,6 @@ def test_tally():
 
 def test_sentences():
     assert sentence(Outcome("finished", 20, loss=1.5, ms=12.0)) == "trains: loss 1.5000 at step 20, 12 ms a step"
+    assert sentence(Outcome("finished", 20, loss=1.5, ms=1290.4)).endswith(" 1,290 ms a step")
     assert sentence(Outcome("failed", 20, 7, 1.0, 3.0)) == "fails from step 7: loss 3.0000, best 1.0000"
     assert sentence(Outcome("stopped", 4, loss=2.0)) == "stopped at step 4, loss 2.0000"

@@ -33,7 +33,7 @@ def verdicts(claims):
 
 def test_rows_of_the_isolation_table():
     c = why_report.outcome_claims(found(bf16="fails", fp32="trains", a="trains", b="trains", own="fails"), "§ 3.2")
-    assert verdicts(c) == ["confirmed", "not confirmed"] and "(0 of 5 runs)" in c[0].measured
+    assert verdicts(c) == ["confirmed", "not confirmed"] and "(0 of 5 runs failed)" in c[0].measured
     c = why_report.outcome_claims(found(bf16="fails", fp32="trains", a="undecided", b="fails"), "§ 3.2")
     assert verdicts(c) == ["undecided", "confirmed"]
 
