@@ -340,10 +340,11 @@ def _tied(a: Audit) -> Iterator[str]:
     if not n["rows"]:
         yield "No row has two keys at P̄ = 1"
         return
-    yield (f"Two or more keys at P̄ = 1 in {n['rows']:,} rows; {n['values']:,} sums of their V have one sign, "
-           f"{n['ties']:,} are ties")
+    yield (f"Two or more keys at P̄ = 1 in {n['rows']:,} rows; at {n['values']:,} of their features V of these keys has "
+           "one sign,")
+    yield f"  and at {n['ties']:,} of those its sum lies midway between two numbers of the format"
     if n["ties"]:
-        yield (f"  the rest of the row turned {n['away']:,} of these ties away from zero and "
+        yield (f"  the rest of the row turned {n['away']:,} of these sums away from zero and "
                f"{n['toward']:,} toward it")
     if f is None:
         return

@@ -80,6 +80,8 @@ def _table(precisions: list[Precision], names: tuple[str, ...]) -> Iterator[str]
             site.value, max(WIDTH, start + 20), initial_indent=left, subsequent_indent=" " * start
         )
     yield ""
+    yield "axes: q query, k key, d head dim; t token, c feature; o, i a weight's output and input features"
+    yield ""
     rows = [(switch, *(_switch(p, switch) for p in precisions)) for switch in [*SWITCHES, "tile"]]
     widths = [max(map(len, column)) for column in zip(*rows, ("", *names))]
     for row in [("switch", *names), *rows]:

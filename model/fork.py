@@ -37,7 +37,8 @@ def state(config: TrainConfig, data: Data) -> tuple[checkpoint.State, list[str]]
     path, theirs = checkpoint_of(config.fork, "--fork"), resolve(_run(config.fork).config["train"])
     found, header = checkpoint.load(path)
     if found.step >= config.steps:
-        raise ValueError(f"--fork {config.fork}: is of step {found.step}; --steps {config.steps} leaves nothing to do")
+        raise ValueError(f"--fork {config.fork}: is of step {found.step}; --steps {config.steps} leaves nothing to do: "
+                         "give a larger --steps")
     if config.data == theirs.data and header.data != data.sha256:
         raise ValueError(f"--fork {config.fork}: --data {config.data} has changed since (SHA-256 {header.data[:12]} -> "
                          f"{data.sha256[:12]}), so batches would not be the same")

@@ -99,6 +99,7 @@ def test_accumulators_of_a_device(monkeypatch, capability, hopper, ampere):
 
 def test_sites_side_by_side():
     text = run("sites")
+    assert "\naxes: q query, k key, d head dim; " in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert all(site in rows for site in SITES)
     assert rows["attn.o_acc"].split()[1:6] == ["fwd", "qd", "fp32", "bf16", "fp32"]

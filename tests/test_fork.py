@@ -74,7 +74,7 @@ def test_a_loss_scale_begins_anew_with_the_precision(run):
     (("--fork", "a@3", "--n-embd", 32), "--fork a@3 continues the same model; changed: --n-embd 16 -> 32"),
     (("--fork", "a@3", "--qk-norm"), "changed: --qk-norm False -> True"),
     (("--fork", "a@3", "--init", "a"), "a run begins from one of them"),
-    (("--fork", "a@6"), "--fork a@6: is of step 6; --steps 6 leaves nothing to do"),
+    (("--fork", "a@6"), "--fork a@6: is of step 6; --steps 6 leaves nothing to do: give a larger --steps"),
     (("--fork", "a@3", "--precision", "bf61"), "unknown precision 'bf61'"),
     (("--fork", "loose.h5"), "is not a run folder"),
 ])
