@@ -44,6 +44,12 @@ def test_each_command_is_there(name):
     assert result.exit_code == 0 and f"{name} [OPTIONS]" in result.output
 
 
+@pytest.mark.parametrize("group", ["study", "bench"])
+def test_a_group_says_its_commands_in_whole_sentences(group):
+    lines = CliRunner().invoke(main, [group, "--help"]).output.partition("Commands:\n")[2]
+    assert lines.count("\n") > 1 and "..." not in lines
+
+
 def test_version_and_unknown_words():
     assert __version__ in CliRunner().invoke(main, ["--version"]).output
     result = CliRunner().invoke(main, ["trian"])
