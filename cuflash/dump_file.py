@@ -162,9 +162,10 @@ class Dump:
         found = [e for e in there if layer in (None, e.layer) and direction in (None, e.direction)
                  and module in (None, e.module)]
         if not found:
+            asked = {"layer": layer, "direction": direction, "module": module}
+            at = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
             raise ValueError(
-                f"{site} is not in {self.path} at layer={layer}, direction={direction}, module={module}; "
-                f"it has {', '.join(e.name for e in there)}")
+                f"{site} is not in {self.path} at {at}; it has {', '.join(e.name for e in there)}")
         found = [e for e in found if e.direction == found[0].direction]
         if len(found) > 1:
             raise ValueError(f"{site} is in several places of {self.path}, name one by layer= or module=: "

@@ -181,6 +181,8 @@ def as_fix(fix: "Fix | type[Fix] | str") -> Fix:
         raise unknown("fix", name, ["on", *FIXES, "FILE.py:NAME"])
     made = found(**(parse_parameters(rest) if rest else {}))
     if name.endswith(".py"):
+        if found.rule is Fix.rule:
+            raise ValueError(f"fix {fix}: {found.__name__} has no rule(self, r_m, ties), so it would change nothing")
         _try_out(made, fix)
     return made
 

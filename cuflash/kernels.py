@@ -26,7 +26,7 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
            "-default-device", "-lineinfo")
 MIN_CAPABILITY = 80  # bf16 mma.sync and cp.async
 
-_INSTALL = install("cuda12", "cuda13") + ", whichever the driver supports"
+_INSTALL = install("cuda12", "cuda13") + "; cuda13 takes a driver of CUDA 13 (nvidia-smi says which one is there)"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 
 

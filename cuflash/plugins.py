@@ -31,6 +31,8 @@ def file_digest(path: str) -> str:
 
 def load_class(path: str, name: str, base: type) -> Any:
     """The class or instance `name` in the Python file `path`, checked to be (of) a subclass of `base`."""
+    if not name:
+        raise ValueError(f"{path!r}: write FILE.py:NAME, the name of a cuflash.{base.__name__} in it")
     file, digest = pathlib.Path(path), file_digest(path)[:16]
     spec = importlib.util.spec_from_file_location(f"cuflash_user_{file.stem}_{digest}", file)
     assert spec and spec.loader  # a .py file always has a loader

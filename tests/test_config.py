@@ -71,7 +71,8 @@ def test_fix_is_recorded_by_its_own_name():
 
 
 def test_user_files_are_hashed(tmp_path):
-    (tmp_path / "my.py").write_text("from cuflash.fixes import Fix\nclass Mine(Fix):\n    name = 'mine'\n")
+    (tmp_path / "my.py").write_text("from cuflash.fixes import Fix\nclass Mine(Fix):\n"
+                                     "    def rule(self, r_m, ties):\n        return r_m + 1\n")
     name = f"{tmp_path / 'my.py'}:Mine"
     c = resolve({"fix": name})
     assert c.resolved_fix() == name

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cuflash.deviation import EMULATIONS, GROUPS, LENGTH_FORMATS, SHAPES, TILE_FORMATS, Options, Row
-from cuflash.deviation_report import claims, figures, mean_of, ratio_of, sections, tau
+from cuflash.deviation_report import claims, figures, mean_of, ratio_of, sections, tau, tiles_table
 from cuflash.plot import save
 
 BITS = {"bf16": 7, "fp16": 10, "fp32": 23, "fp64": 52}
@@ -111,6 +111,14 @@ def test_rows_as_the_paper_says():
 def test_each_claim_can_fail(claim, change):
     rows = [dataclasses.replace(r, **change(r)) for r in papers()]
     assert verdicts(rows)[claim] == "not confirmed"
+
+
+def test_formats_that_are_not_there_decide_nothing():
+    some = [r for r in papers() if r.figure != "6" and r.format in ("bf16", "fp32")]
+    first = claims(some)[0]
+    assert (first.figure, first.verdict) == ("3", "confirmed") and first.paper.endswith("(bf16, fp32)")
+    assert [c.figure for c in claims([r for r in papers() if r.figure == "3-4" and r.format == "fp16"])] == []
+    assert "nan" not in tiles_table([r for r in papers() if r.format == "bf16"])
 
 
 def test_in_part_where_one_input_holds():

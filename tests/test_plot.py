@@ -205,7 +205,7 @@ def test_files(dumps, tmp_path):
     (("a.h5", "other.h5", "-o", "x.png"), "an HDF5 file, but no dump and no audit"),
     (("a.h5", "-o", "x.png", "--query", "3", "--token", "2"),
      "--query, --token: a plot of kind heat takes --sites, --layer, --sample, --head"),
-    (("a.h5", "-o", "x.png", "--layer", "3"), "at layer=3"),
+    (("a.h5", "-o", "x.png", "--layer", "3"), "at layer 3"),
     (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"),
     ((".", "-o", "x.png"), "is not a run folder"),
     (("x.json", "-o", "x.png"), "is not the JSON of cuflash audit --monte-carlo"),

@@ -181,6 +181,8 @@ def test_users_modes_and_fixes(tmp_path):
     ("from cuflash import Fix\nclass X(Fix):\n    def rule(self, r_m, ties):\n        return 1 / 0", "X", "ZeroDivisionError.*line 4"),
     ("from cuflash import Fix\nclass X(Fix):\n    def rule(self, r_m, ties):\n        return r_m[:1]", "X",
      r"rule gave float32 of shape \(1,\) for three rows"),
+    ("from cuflash import Fix\nclass X(Fix):\n    pass", "X", "X has no rule"),
+    ("from cuflash import Fix\nclass X(Fix):\n    pass", "", "write FILE.py:NAME"),
     ("from cuflash import Fix\nclass X(Fix):\n    pass", "Y", r"has no 'Y'; it has: X$"),
 ])
 def test_mistakes_in_a_users_fix_are_told_at_once(tmp_path, text, name, match):
