@@ -391,7 +391,7 @@ class _Launch:
         y = self.cupy.empty((self.batch, heads, x.shape[2], width), dtype)
         self.arrays[name] = _place(y)
         kernel = self._kernel(how, "attention_operand", "attention_operand", IN=_TYPES[x.dtype.name],
-                            OUT=how.operand, ROUNDED=cuda_name(site))
+                              OUT=how.operand, ROUNDED=cuda_name(site))
         kernel((min(-(-y.size // 256), 1 << 16),), (256,),
                (_array(x), y, np.int32(x.shape[2]), np.int32(width), np.int32(kv), np.int32(per_head),
                 np.int64(y.size), self.args()))
@@ -426,10 +426,10 @@ class _Launch:
         self.scalars["together"] = -(-_MIXED * g.blocks // tiles)
         args = self.args()
         dkdv = self._kernel(how, "attention_dkdv", "attention_dkdv", g.shared, HEAD_DIM=depth, STAGES=g.stages,
-                          BLOCKS=g.blocks, DK=self._type("dk"), DV=self._type("dv"))
+                            BLOCKS=g.blocks, DK=self._type("dk"), DV=self._type("dv"))
         dkdv((count * tiles,), (g.threads,), (args,), shared_mem=g.shared)
         dq = self._kernel(how, "attention_dq", "attention_dq", h.shared, HEAD_DIM=depth, STAGES=h.stages,
-                        BLOCKS=h.blocks, DQ=self._type("dq"))
+                          BLOCKS=h.blocks, DQ=self._type("dq"))
         dq((count * -(-rows // 64),), (h.threads,), (args,), shared_mem=h.shared)
 
     def _any(self, how: Plan, count: int, rows: int) -> None:

@@ -241,7 +241,7 @@ class Recorder:
 
     def _attention_site(self, rnd: Rounder, site: str, name: str) -> "_Site":
         p, lengths = rnd.precision, self._lengths
-        inner = "qk" if site == "attn.delta_prod" and p.delta_from == "p_dp" else SITES[site].axes
+        inner = p.axes_of(site)
         axes, shape = ["sample", "head"], [0, 0]
         if site == "attn.m":
             axes, shape = [*axes, "of"], [*shape, 2]  # the tile's maximum, the running one

@@ -276,6 +276,10 @@ class Precision:
         forward = (128, 128) if head_dim <= 64 else (128, 64) if head_dim <= 192 else (64, 64)
         return Tiles(forward, backward, backward)
 
+    def axes_of(self, site: str) -> str:
+        """The axes of a site's value: those of the table, but P∘dP is a value of each query and key."""
+        return "qk" if site == "attn.delta_prod" and self.delta_from == "p_dp" else SITES[site].axes
+
     def tile_of(self, site: str, head_dim: int) -> Tile | None:
         """The numeric tile that a site of attention has a value of its own for; None where it has one in all."""
         if self.algorithm == "plain" or not (site in TILED or site == "attn.l" and self.order == "eager"):

@@ -17,7 +17,7 @@ from cuflash.attention_arguments import Call
 from cuflash.attention_backward import shown_entries
 from cuflash.philox import Key
 from cuflash.precision import Precision
-from cuflash.site_table import SITES
+from cuflash.site_table import SITE_ID, SITES
 from cuflash.sites import Rounder, Watch
 from cuflash.tiles import Shape
 from cuflash.watching import wants
@@ -49,7 +49,7 @@ class Taps:
         for site, (x, rounded) in self.planes.items():
             heads, times, tiles, rows, cols = x.shape
             is_tiled = self.rnd.precision.tile_of(site, self.head_dim) is not None
-            _TAP.pack_into(table, _TAP.size * list(SITES).index(site), x.data.ptr, rounded.data.ptr,
+            _TAP.pack_into(table, _TAP.size * SITE_ID[site], x.data.ptr, rounded.data.ptr,
                            self.rnd.samples[0], self.heads.start, self.heads.step, heads, times,
                            tiles if is_tiled else 0, rows, cols)
         kernels.upload(kernel, "taps", bytes(table))
@@ -68,7 +68,7 @@ class Taps:
 
     def _loop(self, site: str) -> str:
         """Alike for sites whose values come in one loop over numeric tiles, tile by tile; of others the site."""
-        p, axes = self.rnd.precision, _axes(self.rnd.precision, site)
+        p, axes = self.rnd.precision, self.rnd.precision.axes_of(site)
         if p.tile_of(site, self.head_dim) is None and not (axes == "qk" and self._in_key_tiles):
             return site
         return axes[0] if axes[0] == "k" else "q"
@@ -83,8 +83,8 @@ class Taps:
         p, shape, every = self.rnd.precision, self.shape, slice(None)
         loop = self._loop(site)
         if loop == site:
-            visible = shape.visible(0, shape.tq, 0, shape.tk) if _axes(p, site) == "qk" else None
-            if _axes(p, site) == "qk" and lse is not None:
+            visible = shape.visible(0, shape.tq, 0, shape.tk) if p.axes_of(site) == "qk" else None
+            if p.axes_of(site) == "qk" and lse is not None:
                 visible = shown_entries(visible, lse)
             yield {"visible": visible}, (0, every, every)
             return
@@ -105,7 +105,7 @@ class Taps:
         """A piece as an index into the planes of a site."""
         p, (tile, rows, keys) = self.rnd.precision, piece
         along = {"q": rows, "k": keys, "d": slice(None)}
-        inner = [along[a] for a in _axes(p, site)]
+        inner = [along[a] for a in p.axes_of(site)]
         return (slice(None), time, tile if p.tile_of(site, self.head_dim) is not None else 0,
                 *(inner if len(inner) == 2 else (*inner, 0)))
 
@@ -116,16 +116,12 @@ def _on_host(x: Any) -> np.ndarray:
 
 def lengths(p: Precision, site: str, shape: Shape, head_dim: int) -> tuple[int, int, int, int]:
     """Times, tiles, rows and columns of a site's values."""
-    axes, tile, tiles = _axes(p, site), p.tile_of(site, head_dim), 1
+    axes, tile, tiles = p.axes_of(site), p.tile_of(site, head_dim), 1
     length = {"q": shape.tq, "k": shape.tk, "d": head_dim}
     if tile is not None:
         along, size = (shape.tq, tile[0]) if axes[0] == "k" else (shape.tk, tile[1])
         tiles = -(-along // (size or max(along, 1)))
     return _times(site), tiles, length[axes[0]], length[axes[1]] if len(axes) == 2 else 1
-
-
-def _axes(p: Precision, site: str) -> str:
-    return "qk" if site == "attn.delta_prod" and p.delta_from == "p_dp" else SITES[site].axes
 
 
 def _times(site: str) -> int:

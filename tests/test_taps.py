@@ -55,7 +55,7 @@ class Kernel:
             if sample != tap.rnd.samples[0] or head not in tap.heads:
                 continue
             start = {"q": q, "k": k}
-            axes = taps._axes(p, site)
+            axes = p.axes_of(site)
             time = 0
             if site == "attn.m":
                 time = seen[head, q, tile] = seen.get((head, q, tile), -1) + 1
