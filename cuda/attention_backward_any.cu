@@ -14,20 +14,26 @@
 
 constexpr int kSide = 64, kDepth = 32;
 using Fragments = float[8][4];
-using Staged = float[kSide][kDepth + 1];
+using Staged = float[kSide][kDepth + 4];  // rows of 16-byte chunks, eight rows of one column in different banks
+
+inline float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
 // c += A · Bᵀ of this warp's rows over one stage of k.
 template <class Product>
 inline void multiply(Fragments& c, const Staged& a, const Staged& b) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = threadIdx.x / 32 * 16 + g;
     if constexpr (Product::sequential) {
-        for (int k = 0; k < kDepth; k++) {
-            const float a0 = a[row][k], a1 = a[row + 8][k];
+#pragma unroll 1
+        for (int k = 0; k < kDepth; k += 4) {
+            const float4 a0 = four(a[row] + k), a1 = four(a[row + 8] + k);
 #pragma unroll
             for (int j = 0; j < 8; j++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    c[j][e] = __fmaf_rn(e < 2 ? a0 : a1, b[8 * j + 2 * t + e % 2][k], c[j][e]);
+                for (int e = 0; e < 2; e++) {
+                    const float4 x = four(b[8 * j + 2 * t + e] + k);
+                    fma4(c[j][e], a0, x);
+                    fma4(c[j][2 + e], a1, x);
+                }
         }
     } else if constexpr (Product::half) {
 #pragma unroll
@@ -62,18 +68,29 @@ inline void multiply(Fragments& c, const Staged& a, const Staged& b) {
     }
 }
 
+// How a matrix lies in memory: what is next to an element, the one at the next k or that of the next line.
+enum class Along { k, lines };
+
+// A stage of a matrix from k0 on. Neighbouring threads read neighbours; with those of lines, 8 of them at 4 k, which
+// lie in 32 different banks.
+template <Along along, class X>
+inline void stage(Staged& to, int k0, int depth, X x) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kSide * kDepth; i += 128) {
+        const int line = along == Along::k ? i / kDepth : i % 8 + i / (8 * kDepth) * 8;
+        const int k = along == Along::k ? i % kDepth : i / 8 % kDepth;
+        to[line][k] = k0 + k < depth ? x(line, k0 + k) : 0.f;
+    }
+}
+
 // c += A · B over k in [0, depth), by all four warps; a(row, k), b(column, k) give zero outside their matrix.
-template <class Product, class A, class B>
+template <class Product, Along along_a, Along along_b, class A, class B>
 inline void product(Fragments& c, int depth, bool wanted, A a, B b) {
-    __shared__ Staged sa, sb;
+    __shared__ __align__(16) Staged sa, sb;
     for (int k0 = 0; k0 < depth; k0 += kDepth) {
         __syncthreads();
-        for (int i = threadIdx.x; i < kSide * kDepth; i += 128) {
-            // Threads run along rows or along k; either way a stage is small.
-            const int line = i / kDepth, k = i % kDepth;
-            sa[line][k] = k0 + k < depth ? a(line, k0 + k) : 0.f;
-            sb[line][k] = k0 + k < depth ? b(line, k0 + k) : 0.f;
-        }
+        stage<along_a>(sa, k0, depth, a);
+        stage<along_b>(sb, k0, depth, b);
         __syncthreads();
         if (wanted) multiply<Product>(c, sa, sb);
     }
@@ -115,9 +132,9 @@ inline void dot_products(Fragments& s, Fragments& dp, const Args& args, const Pl
         };
     };
     clear(s), clear(dp);
-    product<product_s>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq),
+    product<product_s, Along::k, Along::k>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq),
                        rows_of(k, args.k.row, k0, args.tk));
-    product<product_dp>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq),
+    product<product_dp, Along::k, Along::k>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq),
                         rows_of(v, args.v.row, k0, args.tk));
 }
 
@@ -144,14 +161,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_scores(const Arg
     const int q0 = args.row0 + block / across * kSide, k0 = block % across * kSide;
     const At at = place.at(args);
     Fragments s, dp;
-    dot_products(s, dp, args, place, q0, k0);
+    const bool hidden = args.shape().last_key(min(q0 + kSide, args.row1) - 1) < k0;
+    if (!hidden) dot_products(s, dp, args, place, q0, k0);
     const long long rows = args.row1 - args.row0;
     float* p_out = static_cast<float*>(args.p) + place.slot * rows * args.tk;
     float* ds_out = static_cast<float*>(args.ds) + place.slot * rows * args.tk;
-    each(s, [&](int line, int col, float& x) {
-        const Element e(args, place, q0 + line, k0 + col);
-        x = e.shown ? probability(x, e.row.base, e.inv_l, args, at(q0 + line, k0 + col)) : 0.f;
-    });
 #pragma unroll
     for (int j = 0; j < 8; j++)
 #pragma unroll
@@ -160,12 +174,13 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_scores(const Arg
             const int key = k0 + 8 * j + 2 * (threadIdx.x % 4) + i % 2;
             if (q >= args.row1 || key >= args.tk) continue;
             const Element e(args, place, q, key);
+            const At here = at(q, key);
             const long long to = (q - args.row0) * (long long)args.tk + key;
-            p_out[to] = e.shown ? rnd<attn_p_bwd>(s[j][i], at(q, key)) : 0.f;
-            ds_out[to] = e.shown
-                             ? rnd<attn_ds>(score_gradient(s[j][i], dp[j][i], e.row.delta, args, at(q, key)),
-                                            at(q, key))
-                             : 0.f;
+            p_out[to] = ds_out[to] = 0.f;
+            if (hidden || !e.shown) continue;
+            const float p = probability(s[j][i], e.row.base, e.inv_l, args, here);
+            p_out[to] = rnd<attn_p_bwd>(p, here);
+            ds_out[to] = rnd<attn_ds>(score_gradient(p, dp[j][i], e.row.delta, args, here), here);
         }
 }
 
@@ -215,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
             };
         };
         if constexpr (order_fa2) {
-            product<product_dv>(dv, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
-            product<product_dk>(dk, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
+            product<product_dv, Along::lines, Along::lines>(dv, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
+            product<product_dk, Along::lines, Along::lines>(dk, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
             if (wanted) {
                 each(dv,
                      [&](int line, int col, float& x) { x = rnd<attn_dv_acc>(x, at(k0 + line, d0 + col)); });
@@ -238,10 +253,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
                     }
             };
             clear(tile);
-            product<product_dv>(tile, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
+            product<product_dv, Along::lines, Along::lines>(tile, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
             add(dv, attn_dv_tile{}, attn_dv_acc{});
             clear(tile);
-            product<product_dk>(tile, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
+            product<product_dk, Along::lines, Along::lines>(tile, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
             add(dk, attn_dk_tile{}, attn_dk_acc{});
         }
     }
@@ -290,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dq(const Args ar
         const int j = order_fa2 ? tiles - 1 - i : i, k0 = j * bc, k1 = min(k0 + bc, args.tk);
         const bool wanted = k0 < warp_end;
         clear(tile);
-        product<product_dq>(
+        product<product_dq, Along::k, Along::lines>(
             tile, k1 - k0, wanted,
             [&](int line, int key) {
                 return r0 + line < args.row1 ? ds[line * (long long)args.tk + k0 + key] : 0.f;

@@ -61,19 +61,22 @@ struct Elements {
     const Row* rows;  // of this thread: rows 2t, 2t + 1 of each 8
     const float* inv_l;
     int query0, key0;  // this thread's first
+    int end;           // of the rows' tile
 
-    Elements(const Args& args_, const At& at_, const Row* rows_, const float* inv_l_, int row0, int warp_key)
-        : args(args_), at(at_) {
+    Elements(const Args& args_, const At& at_, const Row* rows_, const float* inv_l_, int row0, int end_, int warp_key)
+        : args(args_), at(at_), end(end_) {
         const int t = threadIdx.x % 4;
         rows = rows_ + 2 * t, inv_l = inv_l_ + 2 * t, query0 = row0 + 2 * t,
         key0 = warp_key + threadIdx.x % 32 / 4;
     }
     int key(int e) const { return key0 + e / 2 * 8; }
     int query(int j, int e) const { return query0 + 8 * j + e % 2; }
+    // Taps have no place for rows from `end` on, which the next tile has shown under `fa2`.
+    At place(int j, int e) const { return at(tapped && query(j, e) >= end ? not_there : query(j, e), key(e)); }
     float4 two_rows(int j) const { return *reinterpret_cast<const float4*>(rows + 8 * j); }
 
     // A bit for each element that is masked, in an empty row or, from row `end` on, in none of the tile.
-    unsigned hidden(int end) const {
+    unsigned hidden() const {
         unsigned bits = 0;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -99,7 +102,7 @@ struct Elements {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[4 * j + e];
-                x = exponent(x, e % 2 ? two.z : two.x, args, at(query(j, e), key(e)));
+                x = exponent(x, e % 2 ? two.z : two.x, args, place(j, e));
                 if (Masked && hidden >> (4 * j + e) & 1) x = 0.f;  // whatever, but narrow
                 most = functions::max_nan(most, fabsf(x));
             }
@@ -136,10 +139,10 @@ struct Elements {
                     const int i = 2 * h + e;
                     p_two[e] = p[4 * j + i];
                     ds_two[e] = score_gradient(p_two[e], dp[4 * j + i], e ? two.w : two.y, args,
-                                               at(query(j, e), key(i)));
+                                               place(j, i));
                     if (Masked && hidden >> (4 * j + i) & 1) p_two[e] = ds_two[e] = 0.f;
                 }
-                const At here = at(query(j, 0), key(2 * h)), next = at(query(j, 1), key(2 * h));
+                const At here = place(j, 2 * h), next = place(j, 2 * h + 1);
                 p_out[j / 2][j % 2 * 2 + h] = rnd_two<attn_p_bwd, F>(p_two[0], p_two[1], here, next);
                 ds_out[j / 2][j % 2 * 2 + h] = rnd_two<attn_ds, F>(ds_two[0], ds_two[1], here, next);
             }
@@ -344,13 +347,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_dkdv(co
             commit_products<wg>();
 
             const Row* const now_rows = rows + stage * kRows;
-            const Elements elements(args, at, now_rows, inv_l + stage * kRows, now.row, key0);
+            const Elements elements(args, at, now_rows, inv_l + stage * kRows, now.row, now.end(args),
+                                    key0);
             const bool empty =
                 __any_sync(~0u, is_empty(now_rows[lane].base) || is_empty(now_rows[lane + 32].base));
             const bool masked =
                 empty || now.row + kRows > now.end(args) || !shape.all_visible(now.row, unit_end);
 
-            const unsigned hidden = masked ? elements.hidden(now.end(args)) : 0;
+            const unsigned hidden = masked ? elements.hidden() : 0;
             wait_products<wg, 1>(s);
             const float most = masked ? elements.exponents<true>(s, hidden) : elements.exponents<false>(s, 0);
             if (__any_sync(~0u, !(most <= narrow)))

@@ -109,9 +109,12 @@ struct Rows {
     float o[M][C][4], m[R], raw[R], l[R];  // raw: maximum before fix and rounding
     int ties[R];                 // of raw, for fixes that run over tiles
     unsigned tied = 0, changed = 0, limited = 0;  // bit r: a row's flag
+    mutable int key_end = 0;     // of the S in registers; under taps. Keys beyond it are another tile's
 
     __forceinline__ int row(int r) const { return row0 + threadIdx.x % 32 / 4 + r * 8; }
     __forceinline__ int column(int j, int e) const { return j * 8 + threadIdx.x % 4 * 2 + e; }
+    // The place of a key in row r. Taps have none for keys from key_end on, which a later tile has shown.
+    __forceinline__ At at_key(int r, int key) const { return at(row(r), tapped && key >= key_end ? not_there : key); }
 
     __forceinline__ float raw_maximum(int r) const { return raw_is_m ? m[r] : raw[r]; }
 
@@ -133,6 +136,7 @@ struct Rows {
 
     // S of the keys from k0 on, rounded and scaled; -Inf where masked and from k1 on.
     __forceinline__ void scores(float (&s)[M][N][4], int k0, int k1) const {
+        if constexpr (tapped) key_end = k1;
         product_wait(s);
 #pragma unroll
         for (int i = 0; i < M; i++)
@@ -145,7 +149,7 @@ struct Rows {
                         continue;
                     }
                     float& x = s[i][j][e];
-                    const At here = at(row(2 * i + e / 2), k0 + column(j, e % 2));
+                    const At here = at_key(2 * i + e / 2, k0 + column(j, e % 2));
                     x = rnd<attn_s>(x, here);
                     if constexpr (!order_fa2) x = rnd<attn_s_scaled>(x * p.scale, here);
                 }
@@ -263,7 +267,7 @@ struct Rows {
     // P̄ of a row before its rounding, from S at fragment j, entries e = 0 and 1.
     template <bool is_narrow>
     __forceinline__ float2 probabilities(const float (&s)[M][N][4], int r, int j, int k0) const {
-        const At here = at(row(r), k0 + column(j, 0)), next = at(row(r), k0 + column(j, 1));
+        const At here = at_key(r, k0 + column(j, 0)), next = at_key(r, k0 + column(j, 1));
         const float x = rnd<attn_x>(exponent(s[r / 2][j][r % 2 * 2], r), here);
         const float y = rnd<attn_x>(exponent(s[r / 2][j][r % 2 * 2 + 1], r), next);
         if constexpr (is_narrow) return {exponential_narrow(x), exponential_narrow(y)};
@@ -271,7 +275,7 @@ struct Rows {
     }
 
     __forceinline__ void put(Weights<product_pv, M, N>& w, int r, int j, float2 x, int k0) const {
-        const At here = at(row(r), k0 + column(j, 0)), next = at(row(r), k0 + column(j, 1));
+        const At here = at_key(r, k0 + column(j, 0)), next = at_key(r, k0 + column(j, 1));
         if constexpr (product_pv::half) {
             w.x[r / 2][j][r % 2] = rnd_pack<attn_p, product_pv::operand>(x.x, x.y, here);
         } else {

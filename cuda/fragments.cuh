@@ -42,13 +42,6 @@ inline float4 shared_float4(unsigned address) {
     return x;
 }
 
-inline void fma4(float& c, float4 a, float4 b) {
-    c = __fmaf_rn(a.x, b.x, c);
-    c = __fmaf_rn(a.y, b.y, c);
-    c = __fmaf_rn(a.z, b.z, c);
-    c = __fmaf_rn(a.w, b.w, c);
-}
-
 // c (16M × 8N) = A·Bᵀ: A 16M rows of the tile SharedA, from `a` on (of a warpgroup, its 64), B the tile SharedB at
 // `b`. A warpgroup only begins it: c, A and B are its own until product_wait.
 template <class P, class SharedA, class SharedB, int K, int M, int N>

@@ -29,3 +29,11 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     if constexpr (F == Operand::tf32) MMA("m16n8k8", "tf32");
 #undef MMA
 }
+
+// Four products in order, on the CUDA cores.
+inline void fma4(float& c, float4 a, float4 b) {
+    c = __fmaf_rn(a.x, b.x, c);
+    c = __fmaf_rn(a.y, b.y, c);
+    c = __fmaf_rn(a.z, b.z, c);
+    c = __fmaf_rn(a.w, b.w, c);
+}

@@ -10,6 +10,8 @@ struct Tap {
     unsigned heads, times, tiles, rows, cols;  // lengths; tiles is 0 where the value is not one of a tile
 };
 
+constexpr unsigned not_there = 1u << 31;  // a row or column that no value has, nor its neighbour
+
 #ifdef TAPS
 constexpr bool tapped = true;
 extern "C" __device__ Tap taps[TAPS];  // by the site's number

@@ -204,14 +204,10 @@ def launches(call: Call, direction: str, watch: Watch | None, arrays: list[Any]
              ) -> Iterator[tuple[list[Any], Key, Sample | None]]:
     """What is launched together: arrays with the samples' part of each, their key, and the sample if it is a
     watched one. `arrays` has None or (batch, …) each; of backward, `lse` (batch, heads, Tq) is the sixth.
-
-    Raises:
-        ValueError: the watch would see values of other tiles in place of some.
     """
     if watch is None:
         yield arrays, call.key, None
         return
-    _check_tiles(call, direction)
     batch, start = call.q.shape[0], 0
     for i in range(batch + 1):
         sample = Sample(call, direction, watch, i) if i < batch else None
@@ -224,15 +220,3 @@ def launches(call: Call, direction: str, watch: Watch | None, arrays: list[Any]
                 watched = dataclasses.replace(watched, lse=part[5][0])
             yield part, dataclasses.replace(call.key, sample=call.key.sample + a), watched
         start = i + 1
-
-
-def _check_tiles(call: Call, direction: str) -> None:
-    """Under `fa2`, whose tiles come last to first, the end of a kernel's 64 rows or keys that a tile does not fill
-    would be written over the next tile's values, which came before."""
-    p = call.precision
-    tiles = p.tiles(call.q.shape[-1])
-    size = (tiles.forward[1] if direction == "fwd" else tiles.dkdv[0]) or 64
-    if p.order == "fa2" and p.algorithm == "flash" and size % 64 and (direction == "bwd" or size > 128):
-        what = "more than 128 keys" if direction == "fwd" else "query rows of dK and dV"
-        raise ValueError(f"on a GPU a watch needs tiles of {what} to be multiples of 64 under order=fa2; they are "
-                         f"{size}: set another tile, or watch NumPy arrays")

@@ -191,22 +191,6 @@ def test_kernels_compile_with_taps(name, arch):
         kernels.compile_cubin(source, arch, dict(defines) | TAPPED, dict(headers))
 
 
-@pytest.mark.parametrize("tile, direction, refused", [
-    ((64, 160), "fwd", True), ((64, 192), "fwd", False), ((64, 48), "fwd", False), ((32, 64), "bwd", True),
-    ((64, 160), "bwd", False), ((None, None), "bwd", False)])
-def test_tiles_whose_values_would_be_those_of_others_are_refused(tile, direction, refused):
-    qkv, _, options = drawn("bf16")
-    for order, expected in (("fa2", refused), ("eager", False)):
-        p = as_precision("bf16" if order == "eager" else "bf16-fa2").replace(tile=tile)
-        call = validated(*qkv, True, None, p, "off", "bhtd", KEY)
-        parts = taps.launches(call, direction, Statistics(), [None] * 5 + [np.zeros((2, 2, 150))])
-        if expected:
-            with pytest.raises(ValueError, match="multiples of 64"):
-                next(parts)
-        else:
-            next(parts)
-
-
 def test_without_a_watch_a_call_is_one_launch():
     qkv, _, options = drawn("bf16")
     call = validated(*qkv, True, None, options["precision"], "off", "bhtd", KEY)
