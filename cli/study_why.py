@@ -44,7 +44,8 @@ def _trials(command: Any) -> Any:
                      help="Runs of an arm even where fewer decide."),
         click.option("--fail", "criterion", default="", metavar="TEXT",
                      help="When a run has failed: margin=NATS above its best loss for rows=N logged steps, or its loss "
-                          "never at learned=NATS.  [default: margin=0.5,rows=3]"),
+                          "never at learned=NATS.  [default: the scale's, margin=0.5,rows=3 where an option of the training is "
+                          "given]"),
         click.option("--run-on", is_flag=True, help="A run that has failed goes on to its last step."),
         click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True,
                      help="Runs at once, each in a process; 0: in this one."),
@@ -88,6 +89,8 @@ class _Begun:
         common["device"] = options["device"]
         common = {name: value for name, value in common.items() if value != ""}
         self.scale, self.folder = SCALES[self.scale_name], pathlib.Path(options["out"])
+        as_it_is = not options["texts"] and all(value is None for value in given.values())
+        criterion = Criterion.parse(options["criterion"], self.scale.criterion if as_it_is else None)
         self.device = options["device"]
         seeds = numbers("--seeds", options["seeds"]) or []
         if self.scale_name == "paper" and arms is not None:
@@ -95,9 +98,8 @@ class _Begun:
         elif announced and arms is not None:
             _announce(common, arms(common), len(seeds))
         self.study: Study = Study(
-            self.folder, common, seeds=seeds, criterion=Criterion.parse(options["criterion"]), least=options["least"],
-            jobs=options["jobs"], budget=math.inf if options["budget"] is None else options["budget"],
-            stop_early=not options["run_on"])
+            self.folder, common, seeds=seeds, criterion=criterion, least=options["least"], jobs=options["jobs"],
+            budget=math.inf if options["budget"] is None else options["budget"], stop_early=not options["run_on"])
 
     def write(self, where: str, title: str, report: Any, tables: Mapping[str, Sequence[Any]],
               found: "Sequence[Found]", run: "Run | None" = None) -> None:

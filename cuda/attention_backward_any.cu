@@ -12,7 +12,7 @@
 
 #include "attention_backward.cuh"
 
-constexpr int kSide = 64, kDepth = 32;
+constexpr int kSide = 64, kDepth = 16;
 using Fragments = float[8][4];
 using Staged = float[kSide][kDepth + 4];  // rows of 16-byte chunks, eight rows of one column in different banks
 
@@ -68,30 +68,57 @@ inline void multiply(Fragments& c, const Staged& a, const Staged& b) {
     }
 }
 
-// How a matrix lies in memory: what is next to an element, the one at the next k or that of the next line.
+// What lies next to an element of a matrix: that of the next k, or that of the next line.
 enum class Along { k, lines };
 
-// A stage of a matrix from k0 on. Neighbouring threads read neighbours; with those of lines, 8 of them at 4 k, which
-// lie in 32 different banks.
-template <Along along, class X>
-inline void stage(Staged& to, int k0, int depth, X x) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < kSide * kDepth; i += 128) {
-        const int line = along == Along::k ? i / kDepth : i % 8 + i / (8 * kDepth) * 8;
-        const int k = along == Along::k ? i % kDepth : i / 8 % kDepth;
-        to[line][k] = k0 + k < depth ? x(line, k0 + k) : 0.f;
-    }
-}
+// A matrix in memory from its first line on; stride: to the next line, or to the next k.
+template <class T, Along along>
+struct Matrix {
+    const T* x;
+    long long stride;
+    int lines;  // beyond them it is zero
+};
 
-// c += A · B over k in [0, depth), by all four warps; a(row, k), b(column, k) give zero outside their matrix.
-template <class Product, Along along_a, Along along_b, class A, class B>
-inline void product(Fragments& c, int depth, bool wanted, A a, B b) {
+// A thread's part of a stage. Neighbouring threads have neighbours; with those of lines, 8 of them at 4 k, which lie in
+// 32 different banks.
+template <class T, Along along>
+struct Part {
+    static constexpr int together = along == Along::k ? 128 / kDepth : 8;  // lines
+    static constexpr int size = kSide * kDepth / 128;
+    Matrix<T, along> m;
+    float x[size];
+
+    static int line(int n) { return together * n + (along == Along::k ? threadIdx.x / kDepth : threadIdx.x % together); }
+    static int k() { return along == Along::k ? threadIdx.x % kDepth : threadIdx.x / together; }
+
+    // Zero from `depth` on.
+    void fetch(int k0, int depth) {
+        const T* from = along == Along::k ? m.x + line(0) * m.stride + k0 + k() : m.x + (k0 + k()) * m.stride + line(0);
+#pragma unroll
+        for (int n = 0; n < size; n++)
+            x[n] = k0 + k() < depth && line(n) < m.lines ? value(from[along == Along::k ? together * n * m.stride
+                                                                                        : together * n])
+                                                         : 0.f;
+    }
+
+    void put(Staged& to) const {
+#pragma unroll
+        for (int n = 0; n < size; n++) to[line(n)][k()] = x[n];
+    }
+};
+
+// c += A · B over k in [0, depth), by all four warps. A stage is multiplied while the next comes from memory.
+template <class Product, class A, Along along_a, class B, Along along_b>
+inline void product(Fragments& c, int depth, bool wanted, Matrix<A, along_a> a, Matrix<B, along_b> b) {
     __shared__ __align__(16) Staged sa, sb;
+    Part<A, along_a> next_a{a};
+    Part<B, along_b> next_b{b};
+    next_a.fetch(0, depth), next_b.fetch(0, depth);
     for (int k0 = 0; k0 < depth; k0 += kDepth) {
         __syncthreads();
-        stage<along_a>(sa, k0, depth, a);
-        stage<along_b>(sb, k0, depth, b);
+        next_a.put(sa), next_b.put(sb);
         __syncthreads();
+        next_a.fetch(k0 + kDepth, depth), next_b.fetch(k0 + kDepth, depth);
         if (wanted) multiply<Product>(c, sa, sb);
     }
     if (wanted)
@@ -126,15 +153,13 @@ inline void dot_products(Fragments& s, Fragments& dp, const Args& args, const Pl
     const OPERAND* k = place.rows_of<OPERAND>(args.k, !args.k_per_head);
     const OPERAND* v = place.rows_of<OPERAND>(args.v, !args.v_per_head);
     const OPERAND* dout = place.rows_of<OPERAND>(args.dout, false);
-    const auto rows_of = [&](const OPERAND* x, long long stride, int first, int end) {
-        return [=](int line, int col) {
-            return first + line < end ? value(x[(first + line) * stride + col]) : 0.f;
-        };
+    const auto rows_of = [](const OPERAND* x, long long stride, int first, int end) {
+        return Matrix<OPERAND, Along::k>{x + first * stride, stride, end - first};
     };
     clear(s), clear(dp);
-    product<product_s, Along::k, Along::k>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq),
+    product<product_s>(s, args.d, true, rows_of(q, args.q.row, q0, args.tq),
                        rows_of(k, args.k.row, k0, args.tk));
-    product<product_dp, Along::k, Along::k>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq),
+    product<product_dp>(dp, args.d, true, rows_of(dout, args.dout.row, q0, args.tq),
                         rows_of(v, args.v.row, k0, args.tk));
 }
 
@@ -220,18 +245,14 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
         const bool wanted = q0 >= warp_first;
         at.tile = q0 / br;
         const auto key_rows = [&](const float* x) {
-            return [=](int line, int row) {
-                return k0 + line < args.tk ? x[(q0 - args.row0 + row) * (long long)args.tk + k0 + line] : 0.f;
-            };
+            return Matrix<float, Along::lines>{x + (q0 - args.row0) * (long long)args.tk + k0, args.tk, args.tk - k0};
         };
         const auto columns = [&](const OPERAND* x, long long stride) {
-            return [=](int col, int row) {
-                return d0 + col < args.d ? value(x[(q0 + row) * stride + d0 + col]) : 0.f;
-            };
+            return Matrix<OPERAND, Along::lines>{x + q0 * stride + d0, stride, args.d - d0};
         };
         if constexpr (order_fa2) {
-            product<product_dv, Along::lines, Along::lines>(dv, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
-            product<product_dk, Along::lines, Along::lines>(dk, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
+            product<product_dv>(dv, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
+            product<product_dk>(dk, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
             if (wanted) {
                 each(dv,
                      [&](int line, int col, float& x) { x = rnd<attn_dv_acc>(x, at(k0 + line, d0 + col)); });
@@ -253,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dkdv(const Args 
                     }
             };
             clear(tile);
-            product<product_dv, Along::lines, Along::lines>(tile, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
+            product<product_dv>(tile, q1 - q0, wanted, key_rows(p), columns(dout, args.dout.row));
             add(dv, attn_dv_tile{}, attn_dv_acc{});
             clear(tile);
-            product<product_dk, Along::lines, Along::lines>(tile, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
+            product<product_dk>(tile, q1 - q0, wanted, key_rows(ds), columns(q, args.q.row));
             add(dk, attn_dk_tile{}, attn_dk_acc{});
         }
     }
@@ -305,14 +326,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_any_dq(const Args ar
         const int j = order_fa2 ? tiles - 1 - i : i, k0 = j * bc, k1 = min(k0 + bc, args.tk);
         const bool wanted = k0 < warp_end;
         clear(tile);
-        product<product_dq, Along::k, Along::lines>(
-            tile, k1 - k0, wanted,
-            [&](int line, int key) {
-                return r0 + line < args.row1 ? ds[line * (long long)args.tk + k0 + key] : 0.f;
-            },
-            [&](int col, int key) {
-                return d0 + col < args.d ? value(k[(k0 + key) * args.k.row + d0 + col]) : 0.f;
-            });
+        product<product_dq>(tile, k1 - k0, wanted, Matrix<float, Along::k>{ds + k0, args.tk, args.row1 - r0},
+                            Matrix<OPERAND, Along::lines>{k + k0 * args.k.row + d0, args.k.row, args.d - d0});
         at.tile = j;
         if (wanted)
 #pragma unroll

@@ -339,7 +339,7 @@ struct Rows {
     // Adds a tile's P̄V to O, a few columns at a time.
     __forceinline__ void add_values(const Weights<product_pv, M, N>& w, unsigned v_shared, const float (&alpha)[R],
                                     int first) {
-        constexpr int B = WARPGROUP ? 8 : C % 4 == 0 ? 4 : 2;
+        constexpr int B = WARPGROUP ? 8 : product_pv::sequential && C <= 16 ? C : C % 4 == 0 ? 4 : 2;
 #pragma unroll
         for (int j0 = 0; j0 < C; j0 += B) {
             float pv[M][B][4];

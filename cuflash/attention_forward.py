@@ -294,7 +294,7 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
     k_bytes, v_bytes = (2 if half else 4 for half in halves)
     limit = SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
     at_once = bc is not None and bc <= 128
-    split = 1 if at_once or columns <= 128 else 2
+    split = 1 if columns <= 128 or at_once and all(halves) and precision.order == "fa2" else 2
 
     # A thread's registers hold S (keys / 2 for each 16 rows of the warp), O (columns / 2) and a product that starts
     # from zero (columns / 2): 96 of 128, 128 of 168 and 192 of 255 can, for 4, 3 and 2 warpgroups on an SM.
@@ -311,11 +311,11 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
                 shapes += [(True, 16, 4, bc, n, 3) for n in stages]
             shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
     if half and at_once:
-        if (bc + columns) // 2 + extra <= 104 and (br is None or br % 32 == 0):
+        if (bc + columns) // 2 + extra <= 80 and (br is None or br % 32 == 0):
             shapes.append((False, 32, 4, bc, 2, 1))
-        shapes += [(False, 16, 8, bc, 2, 1), (False, 16, 8, bc, 1, 1)]
+        shapes.append((False, 16, 8, bc, 2, 1))
     if at_once:
-        shapes.append((False, 16, 4, bc, 1, 1))
+        shapes += [(False, 16, 8, bc, 1, 1), (False, 16, 4, bc, 1, 1)]
     shapes += [(False, 16, 4, keys, 1, 1) for keys in (64, 32, 16) if bc is None or keys < bc]
     for warpgroup, rows, warps, keys, stages, blocks in shapes:
         unit, padding = (64, 0) if warpgroup else (16, 16)

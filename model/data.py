@@ -1,4 +1,5 @@
 """Training text as a vector of tokens, and batches as a function of (data seed, step)."""
+import functools
 import hashlib
 import pathlib
 import re
@@ -177,6 +178,7 @@ SYNTHETIC_OPTIONS = {"seed": 1, "size": 1 << 20, "repeat": 0}
 WORDS = 1000
 
 
+@functools.lru_cache(maxsize=1)  # a study's runs follow each other in one process
 def synthetic(spec: str) -> bytes:
     """Text of `synthetic:NAME,seed=…,size=…,repeat=…`.
 

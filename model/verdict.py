@@ -4,6 +4,7 @@
     criterion.onset(run.metrics)            # the step where the failure began, or None
     sequential([True, True])                # "fails"
 """
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class Criterion:
             raise ValueError(f"criterion: rows is {self.rows}; valid: 1 or more")
 
     @classmethod
-    def parse(cls, text: str) -> "Criterion":
-        """`margin=0.5,rows=3`; what is not named keeps its default.
+    def parse(cls, text: str, default: "Criterion | None" = None) -> "Criterion":
+        """`margin=0.5,rows=3`; what is not named is the default's.
 
         Raises:
             ValueError: an unknown name, or no number.
@@ -47,7 +48,7 @@ class Criterion:
                 given[name] = kinds[name](value)
             except ValueError as e:
                 raise ValueError(f"criterion {text!r}: {name} must be a number, got {value!r}") from e
-        return cls(**given)
+        return dataclasses.replace(default or cls(), **given)
 
     def __str__(self) -> str:
         parts = [f"margin={self.margin:g}", f"rows={self.rows}"]
