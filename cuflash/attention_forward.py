@@ -365,12 +365,13 @@ _plans: dict[tuple, list[Launch]] = {}
 def _plan(precision: Precision, fix: Fix, head_dim: int, heads: int, layer: int, dtype: str, out: str, aligned: bool,
           count: bool, device: int, in_bf16: bool, tapped: bool) -> list[Launch]:
     """The kernels of a call: one for each run of heads that round alike."""
-    key = (precision, type(fix), fix.cuda_rule, fix.cuda_limited, tuple(fix.values.values()), head_dim, heads, layer,
+    # A fix is all that it holds: `capped` has cap = 80 as `capped:cap=80` has, and yet takes less under fp16.
+    key = (precision, type(fix), fix.cuda_rule, fix.cuda_limited, str(vars(fix)), head_dim, heads, layer,
            dtype, out, aligned, count, device, in_bf16, tapped)
     found = _plans.get(key)
     if found is not None:
         return found
-    capability = int(kernels.import_cupy().cuda.Device(device).compute_capability)
+    capability = kernels.capability(device)
     accumulator = device_accumulator(precision, capability)
     tables = [precision.sites_for("fwd", layer, "", head) for head in range(heads)]
     starts = [h for h in range(heads) if h == 0 or tables[h] != tables[h - 1]]
