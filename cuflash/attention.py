@@ -151,8 +151,10 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
     watch = watched(watch)
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 3 or len({*map(id, out)}) != 3):
         raise ValueError("out must be three different arrays: for dq, dk and dv")
-    for x, like, site in zip(out or (), (saved.q, saved.k, saved.v), ("attn.dq", "attn.dk", "attn.dv")):
-        check_out(x, like, _result_dtype(call, "bwd", site))
+    read = {"do": do} | {name: getattr(saved, name) for name in ("q", "k", "v", "o", "lse", "m", "l", "o_unrounded")}
+    for x, like, name in zip(out or (), (saved.q, saved.k, saved.v), ("dq", "dk", "dv")):
+        check_out(x, like, _result_dtype(call, "bwd", f"attn.{name}"), read, f"out for {name}")
+        read[f"out for {name}"] = x
     if on_gpu(saved.q):
         return _backward_cuda(call, do, saved, out, watch)
     return _backward_numpy(call, do, saved, out, watch)
@@ -181,7 +183,7 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
         return _forward_cuda(call, q, k, v, out, key, watch, counts)
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
-        check_out(out, q, dtype, (q, k, v))
+        check_out(out, q, dtype, {"q": q, "k": k, "v": v})
     b, hq, tq, d = call.q.shape
     real = np.float64 if p.is_fp64 else np.float32
     full = attention_forward.Forward.empty((b, hq), tq, d, real)
@@ -318,7 +320,7 @@ def _forward_cuda(call: Call, q: Any, k: Any, v: Any, out: Any, key: Key | None,
     p = call.precision
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
-        check_out(out, q, dtype, (q, k, v))
+        check_out(out, q, dtype, {"q": q, "k": k, "v": v})
     with q.device:
         rows = row_shape(q, call.layout)
         # Written in place where the array's dtype and layout let a kernel do so.

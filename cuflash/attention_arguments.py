@@ -2,6 +2,7 @@
 import functools
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -34,7 +35,7 @@ class Call(NamedTuple):
 
     @property
     def group(self) -> int:
-        return self.q.shape[1] // max(self.k.shape[1], 1)
+        return max(self.q.shape[1] // max(self.k.shape[1], 1), 1)  # of no heads too
 
 
 def validated(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precision: Precision, fix: Fix | str,
@@ -161,17 +162,24 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
     check_kind(name, x, q)
 
 
-def check_out(out: Any, like: Any, dtype: np.dtype, inputs: tuple[Any, ...] = ()) -> None:
-    """Raises unless `out` can take a result of this dtype and of like's shape without rounding it."""
+def check_out(out: Any, like: Any, dtype: np.dtype, others: Mapping[str, Any], name: str = "out") -> None:
+    """Raises unless `out` can take a result of this dtype and of like's shape without rounding it.
+
+    Args:
+        others: arrays by name whose memory out may not share, as kernels read and write in any order; or None.
+        name: what messages call it.
+    """
     if not (isinstance(out, np.ndarray) or on_gpu(out)) or on_gpu(out) != on_gpu(like) or out.shape != like.shape:
-        raise ValueError(f"out must be an array of shape {like.shape}, not {getattr(out, 'shape', type(out).__name__)}")
-    check_kind("out", out, like)
+        raise ValueError(f"{name} must be an array of shape {like.shape}, not {getattr(out, 'shape', type(out).__name__)}")
+    check_kind(name, out, like)
     if not _holds(out.dtype, dtype):
-        raise ValueError(f"out has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
-                         f"every site; pass out of {dtype} or wider, or round at attn.o")
-    for name, x in zip("qkv", inputs):
-        if out.size and _address(out) == _address(x):
-            raise ValueError(f"out is {name}'s own memory, which backward still needs; pass another array")
+        raise ValueError(f"{name} has dtype {out.dtype}, but the result is {dtype}: narrowing would be a rounding outside "
+                         f"every site; pass one of {dtype} or wider, or let the result's site round to its format")
+    if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.strides)):
+        raise ValueError(f"{name} has several elements at one address (strides {out.strides}); pass an array of its own")
+    for other, x in others.items():
+        if x is not None and np.shares_memory(_addresses(out), _addresses(x)):
+            raise ValueError(f"{name} is {other}'s own memory, or part of it; pass another array")
 
 
 @functools.cache
@@ -182,5 +190,16 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     return bool(range_ and w.nmant >= n.nmant)
 
 
-def _address(x: Any) -> int:
-    return x.data.ptr if on_gpu(x) else x.__array_interface__["data"][0]
+class _Addresses:
+    """Where a CuPy array lies, as NumPy is told; nothing reads there."""
+
+    def __init__(self, x: Any) -> None:
+        self.__array_interface__ = {"version": 3, "typestr": f"|V{x.itemsize}", "shape": x.shape,
+                                    "strides": x.strides, "data": (x.data.ptr, True)}
+
+
+def _addresses(x: Any) -> np.ndarray:
+    """An array for `np.shares_memory` alone."""
+    if not on_gpu(x):
+        return x
+    return np.asarray(_Addresses(x)) if x.size else np.empty(0)  # which has no address

@@ -1,9 +1,11 @@
 """Arguments of attention: outputs given by the caller, and the sentence for each that is not valid."""
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash import Key, Precision
+from cuflash import Key, Precision, attention_arguments
 from cuflash.attention import Saved, flash_attention, flash_attention_backward, flash_attention_forward
 from cuflash.testing import equal
 
@@ -26,6 +28,54 @@ def test_out_takes_the_result_or_refuses():
         flash_attention(q, k, v, out=q)
     with pytest.raises(ValueError, match="out must be an array of shape"):
         flash_attention(q, k, v, out=np.zeros((1, 1, 5, 9), BF16))
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("batch, heads, kv_heads, tq, tk", [
+    (0, 2, 1, 4, 4), (1, 0, 0, 4, 4), (2, 4, 2, 0, 5), (2, 4, 2, 5, 0), (0, 0, 0, 0, 0)])
+def test_axes_may_be_empty(batch, heads, kv_heads, tq, tk, layout):
+    def ones(h, t):
+        return np.ones((batch, h, t, 8) if layout == "bhtd" else (batch, t, h, 8), BF16)
+
+    q, k = ones(heads, tq), ones(kv_heads, tk)
+    o, saved = flash_attention_forward(q, k, k, causal=True, precision="bf16", layout=layout)
+    gradients = flash_attention_backward(q, saved)
+    assert saved.lse.shape == (batch, heads, tq) and np.all(saved.lse == -np.inf) and not np.any(saved.stats)
+    for x, like in zip((o, *gradients), (q, q, k, k)):
+        assert equal(x, np.zeros(like.shape, BF16))
+
+
+def test_out_may_not_share_memory_with_what_is_read_nor_with_another_out():
+    """Kernels read and write in any order, so results would be silently wrong on a GPU."""
+    q, k, v, do = np.random.default_rng(11).standard_normal((4, 1, 2, 6, 8), dtype=np.float32)
+    o, saved = flash_attention_forward(q, k, v, precision="bf16")
+    want = flash_attention_backward(do, saved)
+    buffer = np.zeros(2 * q.size, np.float32)
+    part, overlapping = buffer[:q.size].reshape(q.shape), buffer[8:q.size + 8].reshape(q.shape)
+    with pytest.raises(ValueError, match="out is v's own memory, or part of it"):
+        flash_attention(q, k, part, out=overlapping)
+    with pytest.raises(ValueError, match="out for dk is out for dq's own memory"):
+        flash_attention_backward(do, saved, out=(part, part[:], np.zeros_like(q)))
+    for name, taken in (("q", q), ("k", k), ("v", v), ("do", do), ("o", o)):
+        with pytest.raises(ValueError, match=f"out for dv is {name}'s own memory"):
+            flash_attention_backward(do, saved, out=(np.zeros_like(q), np.zeros_like(k), taken))
+    with pytest.raises(ValueError, match=r"out for dq has several elements at one address \(strides \(0, "):
+        same = np.lib.stride_tricks.as_strided(part, q.shape, (0, *part.strides[1:-1], 0))
+        flash_attention_backward(do, saved, out=(same, np.zeros_like(k), np.zeros_like(v)))
+    packed = np.zeros((1, 2, 6, 3, 8), np.float32)  # views that interleave share nothing
+    out = tuple(packed[..., i, :] for i in range(3))
+    assert all(map(equal, flash_attention_backward(do, saved, out=out), want))
+
+
+def test_memory_of_a_gpu_is_compared_by_its_addresses():
+    def on_device(x):
+        return np.asarray(attention_arguments._Addresses(SimpleNamespace(
+            itemsize=x.itemsize, shape=x.shape, strides=x.strides, data=SimpleNamespace(ptr=x.ctypes.data))))
+
+    packed = np.zeros((4, 3, 8), BF16)
+    rows = [on_device(packed[:, i]) for i in range(3)]
+    assert np.shares_memory(rows[0], on_device(packed[::-1, 0])) and np.shares_memory(rows[1], on_device(packed[2:, 1, 4:]))
+    assert not any(np.shares_memory(rows[i], rows[j]) for i in range(3) for j in range(i))
 
 
 def bad(match, error=ValueError, q=None, k=None, v=None, **options):
