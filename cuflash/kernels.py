@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import os
 import re
+import struct
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -73,10 +74,19 @@ def gpu_reason() -> str | None:
     except runtime.CUDARuntimeError as error:
         return (f"the CUDA driver gives no device ({error}): check that an NVIDIA driver is installed "
                 "(nvidia-smi) and what CUDA_VISIBLE_DEVICES says")
+    return nvrtc_reason() or _unsupported(found)
+
+
+def _unsupported(found: int) -> str | None:
+    """What is wrong with a compute capability, if anything is."""
+    from cupy.cuda import nvrtc
     if found < MIN_CAPABILITY:
         return (f"compute capability {found / 10} is too old: the kernels need "
                 f"{MIN_CAPABILITY / 10} (Ampere) or newer")
-    return nvrtc_reason()
+    if found not in nvrtc.getSupportedArchs():
+        version = ".".join(map(str, nvrtc.getVersion()))
+        return f"NVRTC {version} does not know compute capability {found / 10}: install a newer one; {_INSTALL}"
+    return None
 
 
 @functools.cache
@@ -130,8 +140,9 @@ def _home() -> Path | None:
 
 def _writable(folder: Path) -> bool:
     try:
+        str(folder).encode()  # CuPy passes paths to CUDA as UTF-8
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, UnicodeEncodeError):
         return False
     return os.access(folder, os.W_OK | os.X_OK)
 
@@ -267,22 +278,42 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, object] = {},
         headers: texts that take the place of files named in `#include "…"`.
 
     The cache's key covers the text of every included file, the options and NVRTC's version, so an edited
-    header is compiled again. Processes may do this at once: a file appears whole or not at all.
+    header is compiled again. Processes may do this at once: a file appears whole or not at all. One that a crash
+    of the machine cut off is compiled again.
 
     Raises:
         KernelCompileError: with NVRTC's log.
+        OSError: the cubin cannot be kept.
     """
     program = _program(name, arch, defines, headers)
     path = cache_dir() / f"{name}-{arch}-{program.key}.cubin"
-    if not path.exists():
+    if not _is_whole(path):
         cubin, _ = _nvrtc(name, program)
         temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
         try:
             temporary.write_bytes(cubin)
             os.replace(temporary, path)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: a compiled kernel cannot be kept; make room, or set "
+                          "CUFLASH_CACHE_DIR to another folder", str(path)) from None
         finally:
             temporary.unlink(missing_ok=True)  # there only where the above failed
     return path
+
+
+def _is_whole(cubin: Path) -> bool:
+    """Whether the file is there and reaches as far as its ELF header says."""
+    try:
+        with open(cubin, "rb") as file:
+            header = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    programs, sections, _, _, *counts = struct.unpack_from("<2QI5H", header, 32)
+    program_size, program_count, section_size, section_count = counts
+    return size >= max(programs + program_size * program_count, sections + section_size * section_count)
 
 
 _FUNCTION = re.compile(
@@ -320,12 +351,18 @@ def kernel(name: str, function: str, defines: Mapping[str, object] = {}, headers
         shared: bytes of dynamic shared memory that launches will ask for; allowed here where above 48 KiB.
 
     A source edited after its first use in a process is not seen until the next process.
+
+    Raises:
+        KernelCompileError, OSError: as `compile_cubin`.
+        ValueError: kernels cannot run on the current device.
     """
     cupy = import_cupy()
     device = cupy.cuda.runtime.getDevice()
     key = (device, name, function, shared, tuple(defines.items()), tuple(headers.items()))
     found = _kernels.get(key)
     if found is None:
+        if problem := _unsupported(capability(device)):
+            raise ValueError(f"{device_name()}: {problem}. NumPy arrays run without a GPU")
         path = compile_cubin(name, architecture(capability(device)), defines, headers)
         module = _module(device, path)
         found = module.get_function(function)

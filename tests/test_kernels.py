@@ -62,6 +62,14 @@ def test_a_second_call_does_not_compile(folder, monkeypatch):
     assert kernels.compile_cubin("scale", "sm_80", {"FACTOR": 2}) == first
 
 
+@pytest.mark.parametrize("kept", [0, 40, 1000, -1])
+def test_a_cubin_that_was_cut_off_is_compiled_again(folder, kept):
+    path = kernels.compile_cubin("scale", "sm_80", {"FACTOR": 2})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    assert kernels.compile_cubin("scale", "sm_80", {"FACTOR": 2}) == path and path.read_bytes() == whole
+
+
 def test_every_part_of_the_program_is_in_the_key(folder):
     def path(arch="sm_80", factor=2, **headers):
         return kernels.compile_cubin("scale", arch, {"FACTOR": factor}, headers)
@@ -184,6 +192,14 @@ def test_cache_dir_order(tmp_path, monkeypatch):
     assert kernels.cache_dir() == tmp_path / "own"
 
 
+def test_a_path_that_is_no_utf8_is_passed_over(tmp_path, monkeypatch):
+    """As /home/ren\xe9 of Latin-1 days: CuPy could not name it to CUDA."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / os.fsdecode(b"ren\xe9")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.cache_dir() == tmp_path / "cuflash"
+    assert os.listdir(tmp_path) == ["cuflash"]
+
+
 @pytest.fixture
 def no_home(tmp_path, monkeypatch):
     """HOME below a file, where no folder can be made, even by root."""
@@ -256,7 +272,7 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
         self.touch()
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space.*set CUFLASH_CACHE_DIR.*cache/scale-sm_80"):
         kernels.compile_cubin("scale", "sm_80", {"FACTOR": 2})
     assert list((folder / "cache").iterdir()) == []
 
@@ -266,6 +282,16 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
 def test_gpu_reason_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # import raises
     assert "install the extra cuda12 or cuda13: pip install '.[cuda12]'" in kernels.gpu_reason()
+
+
+@pytest.mark.parametrize("capability, words", [(75, "7.5 is too old: the kernels need 8.0"),
+                                               (999, "NVRTC .* does not know compute capability 99.9: install a newer")])
+def test_a_device_that_cannot_run_kernels_is_told(folder, monkeypatch, capability, words):
+    monkeypatch.setattr(kernels.import_cupy().cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(kernels, "capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "device_name", lambda: "GPU X")
+    with pytest.raises(ValueError, match=f"GPU X: .*{words}"):
+        kernels.kernel("scale", "scale", {"FACTOR": 2})
 
 
 def test_gpu_reason_is_a_sentence_or_none():
