@@ -88,7 +88,8 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
     """softmax(α·QKᵀ)·V by FlashAttention-2's algorithm, rounded as `precision` says.
 
     Args:
-        q: (..., heads, Tq, head_dim), any leading axes; 2-D is one head. fp32, bf16, fp16, fp8 or fp64.
+        q: (..., heads, Tq, head_dim), any leading axes; 2-D is one head. fp32, bf16, fp16, fp8 or fp64; of CuPy
+            the first three.
         k, v: (..., kv_heads, Tk, head_dim) of q's dtype; kv_heads divides heads (GQA, MQA).
         causal: query i sees keys j ≤ i + Tk − Tq.
         scale: α, default fl32(1/√head_dim).
@@ -96,7 +97,7 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
             bf16 → bf16-fa2, fp16 → fp16-fa2, fp64 → fp64 (NumPy only).
         fix: `off`, `on`, `qiu-b2`, `qiu-b7`, `capped`, with parameters `capped:cap=60`, or a `cuflash.Fix`.
         layout: `bhtd`, or `bthd` for (..., T, heads, head_dim).
-        out: array of q's shape for the result, of its dtype or a wider one.
+        out: array of q's shape for the result, of its dtype or a wider one; not the memory of q, k or v.
         key: a `cuflash.Key`; needed where a site rounds stochastically.
         watch: called as watch(rounder, site, x, rounded) at each rounding.
 
@@ -124,10 +125,11 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
     """Gradients of `flash_attention`.
 
     Args:
-        do: gradient of O, O's shape, any float dtype.
+        do: gradient of O, O's shape, any dtype that q may have.
         saved: from `flash_attention_forward`, or built by hand.
         precision: another precision for backward, taken whole; default the forward's.
-        out: arrays of the shapes of q, k, v for the results, of their dtypes or wider ones.
+        out: arrays of the shapes of q, k, v for the results, of their dtypes or wider ones; not the memory of
+            do, of saved's arrays or of each other.
         watch: as in `flash_attention`.
 
     Returns:

@@ -4,6 +4,7 @@ import re
 import pytest
 
 from cuflash import attention_backward, kernels
+from cuflash.precision import as_precision
 from tests.attention_backward_cases import CASES, PRECISIONS, BackwardCase, compilations
 
 needs_nvrtc = pytest.mark.skipif(kernels.nvrtc_reason() is not None, reason=str(kernels.nvrtc_reason()))
@@ -23,14 +24,17 @@ def test_args_are_packed_as_the_kernels_read_them():
     assert names == [*b._ARRAYS, *b._POINTERS, "padded_rows", *b._SCALARS]
 
 
+FAST = [(name, shape, capability) for capability in (80, 90) for name in ("bf16-fa2", "bf16")
+        for shape in ("causal", "d128", "d256")]
+FAST += [(name, shape, 90) for name in ("fp16-fa2", "fa2 mufu", "bf16 mufu") for shape in ("causal", "d128")]
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["bf16-fa2", "bf16"])
-@pytest.mark.parametrize("shape", ["causal", "d128", "d256"])
+@pytest.mark.parametrize("name, shape, capability", FAST)
 def test_fast_kernels_spill_no_registers(name, shape, capability):
     if (name, shape, capability) == ("bf16", "d256", 80):
         return  # sums in shared memory leave too little of it there: attention_backward_any.cu
-    case = BackwardCase(name, shape, "normal", "bf16", False)
+    case = BackwardCase(name, shape, "normal", "fp16" if name == "fp16-fa2" else "bf16", False)
     jobs = compilations([case], capability)
     assert {"attention_dkdv", "attention_dq", "attention_delta"} == {job[0] for job in jobs}
     for job in jobs:
@@ -49,6 +53,17 @@ def test_compiles(name, arch):
     assert jobs
     for source, defines, headers in jobs:
         assert kernels.compile_cubin(source, arch, dict(defines), dict(headers)).stat().st_size > 0
+
+
+@needs_nvrtc
+def test_fast_kernels_compile_for_the_newest(monkeypatch):
+    """There `auto` is sequential, which never takes them; they run where hopper's sums are asked for."""
+    arch = kernels.newest_architecture()
+    monkeypatch.setitem(PRECISIONS, "by name", as_precision("bf16-fa2").replace(accumulator="hopper"))
+    jobs = compilations([BackwardCase("by name", "causal", "normal", "bf16", False)], int(re.search(r"\d+", arch)[0]))
+    assert {"attention_dkdv", "attention_dq"} <= {job[0] for job in jobs}
+    for source, defines, headers in jobs:
+        assert kernels.compile_cubin(source, arch, dict(defines), dict(headers)).exists()
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -9,7 +9,6 @@ from cuflash.testing import OUTPUTS, equal
 from tests.record import RECORDED, ROOT, describe, read_inputs, sources_digest
 
 FILE = ROOT / "tests" / "record" / "attention_sm90.h5"
-pytestmark = pytest.mark.skipif(not FILE.exists(), reason="attention's kernels have no record yet: renew tests/record on a GPU")
 
 
 def test_kernels_are_those_that_were_recorded():

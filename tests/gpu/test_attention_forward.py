@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from cuflash import kernels
-from cuflash.attention import Saved, flash_attention, flash_attention_forward
+from cuflash.attention import Saved, flash_attention, flash_attention_backward, flash_attention_forward
 from cuflash.attention_forward import compile_arguments, scale_in_bf16
 from cuflash.fixes import as_fix
 from cuflash.precision import Precision
 from cuflash.testing import DTYPES, KEY, Case, equal
+from cuflash.testing import OUTPUTS as CASE_OUTPUTS
 
 OUTPUTS = ("o", "lse", "m", "l", "o_unrounded", "stats")
 
@@ -221,6 +222,44 @@ def test_runs_on_the_current_stream_and_repeats_itself(seed):
         results = [flash_attention(q, k, v, causal=True, fix="on") for _ in range(5)]
         stream.synchronize()
     assert all(equal(cupy.asnumpy(x), want) for x in results)
+
+
+def test_another_device_has_its_own_kernels_and_stream(seed):
+    cupy = kernels.import_cupy()
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    arrays = [draw((seed, i), 2, 4, 130, 64) for i in range(4)]
+    o, saved = flash_attention_forward(*arrays[:3], causal=True, fix="on")
+    want = [cupy.asnumpy(x) for x in (o, *flash_attention_backward(arrays[3], saved))]
+    with cupy.cuda.Device(1):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.use()
+        q, k, v, do = (cupy.asarray(cupy.asnumpy(x)) for x in arrays)
+    o, saved = flash_attention_forward(q, k, v, causal=True, fix="on")  # device 0 is the current one
+    got = [o, *flash_attention_backward(do, saved)]
+    with cupy.cuda.Device(1):
+        stream.synchronize()
+        cupy.cuda.Stream.null.use()
+    assert all(x.device.id == 1 for x in (*got, saved.lse, saved.stats))
+    assert all(equal(cupy.asnumpy(x), y) for x, y in zip(got, want))
+    with pytest.raises(ValueError, match="k lies on .*1.*, q on .*0.*: move them to one device"):
+        flash_attention(arrays[0], k, v)
+
+
+@pytest.mark.parametrize("name, scale", [("bf16", -0.3), ("bf16", 0.0), ("bf16", -2.0), ("bf16", 1e-3), ("fp32", -1.5),
+                                         ("bf16-fa2", 0.3), ("bf16-fa2", 1e-3), ("bf16-fa2", 4.0)])
+def test_any_scale(name, scale, seed):
+    cupy = kernels.import_cupy()
+    accumulator = "hopper" if kernels.capability(cupy.cuda.Device().id) >= 90 else "ampere"
+    case = Case(2, 1, 140, 150, 64, True, Precision.named(name).replace(accumulator=accumulator), distribution="ties")
+    inputs = case.inputs(np.random.default_rng(seed))
+    results = []
+    for there in (np.asarray, cupy.asarray):
+        q, k, v, do = map(there, inputs)
+        o, saved = flash_attention_forward(q, k, v, causal=True, scale=scale, precision=case.precision, fix="on")
+        results.append([o, saved.lse, saved.stats, *flash_attention_backward(do, saved)])
+    for what, a, b in zip(CASE_OUTPUTS, *results):
+        assert equal(a, cupy.asnumpy(b)), what
 
 
 def test_refuses_what_a_kernel_cannot_do(seed):
