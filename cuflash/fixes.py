@@ -5,7 +5,7 @@ rows with more than one are offered to the rule, and never an infinite r_m.
 """
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,13 @@ class Fix:
     rounded_threshold: ClassVar[bool] = False
     running: ClassVar[bool] = False
     cuda_rule: ClassVar[str | None] = "r_m"
-    cuda_limited: ClassVar[str] = "false"
+    cuda_limited: ClassVar[str | None] = "false"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for python, cuda in (("rule", "cuda_rule"), ("limited", "cuda_limited")):
+            if python in vars(cls) and cuda not in vars(cls):
+                setattr(cls, cuda, None)  # an inherited one is another rule's
 
     def __init__(self, **parameters: float) -> None:
         for parameter in parameters:

@@ -133,8 +133,9 @@ def cuda_name(site: str) -> str:
 
 def _fix(fix: Fix) -> list[str]:
     """The fix as a struct: its parameters, when it sees a tie, its rule."""
-    if fix.cuda_rule is None:
-        raise ValueError(f"fix {fix.name!r} has no cuda_rule, so only NumPy arrays can use it")
+    for name in ("cuda_rule", "cuda_limited"):
+        if getattr(fix, name) is None:
+            raise ValueError(f"fix {fix.name!r} has no {name}, so only NumPy arrays can use it")
     return ["struct fix {",
             f"    static constexpr bool active = {_bool(type(fix) is not Fix)}, running = {_bool(fix.running)}, "
             f"rounded_threshold = {_bool(fix.rounded_threshold)};",

@@ -406,7 +406,7 @@ def merged_message(site: str, precision: Precision) -> str:
 
 
 def _tile(tile: Any) -> tuple[Tile, Tile, Tile] | None:
-    """One pair or three -> three; multiples of 16 or None."""
+    """One pair or three -> three; multiples of 16 up to 2^20, so that kernels count in 32 bits, or None."""
     if tile is None:
         return None
     try:
@@ -414,9 +414,10 @@ def _tile(tile: Any) -> tuple[Tile, Tile, Tile] | None:
     except TypeError:
         three = ((),)
     for pair in three:
-        if len(pair) != 2 or any(n is not None and (not isinstance(n, int) or n <= 0 or n % 16) for n in pair):
+        if len(pair) != 2 or any(n is not None and (not isinstance(n, int) or not 0 < n <= 1 << 20 or n % 16)
+                               for n in pair):
             raise ValueError(f"tile {tile!r}: give (Br, Bc) or three such pairs (forward, dK/dV, dQ), "
-                             "each a positive multiple of 16, or None for the whole axis")
+                             "each a positive multiple of 16 up to 2**20, or None for the whole axis")
     return three  # type: ignore[return-value]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cuflash import kernels
 from cuflash.attention_forward import compile_arguments, geometry, scale_in_bf16
-from cuflash.fixes import Fix, as_fix
+from cuflash.fixes import Capped, Fix, as_fix
 from cuflash.kernel_header import SHARED_MEMORY, device_accumulator, precision_header
 from cuflash.precision import Precision
 from cuflash.site_table import SITE_ID, SITES
@@ -67,10 +67,23 @@ def test_parameters_of_a_fix_are_exact():
 def test_a_fix_or_mode_without_cuda_is_refused(tmp_path):
     class NumPyOnly(Fix):
         name = "numpy-only"
-        cuda_rule = None
 
-    with pytest.raises(ValueError, match="numpy-only.*cuda_rule"):
-        header(fix=NumPyOnly())
+        def rule(self, r_m, ties):
+            return r_m + 1
+
+    class OtherRule(Capped):  # what it inherits is the CUDA of another rule
+        name = "other-rule"
+        rule = NumPyOnly.rule
+
+    class OtherLimit(Capped):
+        name = "other-limit"
+
+        def limited(self, r_m, ties):
+            return r_m > 3
+
+    for fix, words in ((NumPyOnly, "numpy-only.*cuda_rule"), (OtherRule, "other-rule.*cuda_rule"), (OtherLimit, "other-limit.*cuda_limited")):
+        with pytest.raises(ValueError, match=words):
+            header(fix=fix())
     (tmp_path / "mine.py").write_text("import cuflash\nup = cuflash.Mode('up', lambda fraction, *rest: fraction > 0)\n")
     with pytest.raises(ValueError, match="'up'.*cuda"):
         header(Precision.named("bf16").round(f"attn.p=bf16:{tmp_path}/mine.py:up"))

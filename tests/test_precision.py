@@ -115,6 +115,7 @@ def test_tiles_by_head_dim():
     (lambda p: Precision.from_toml("sites = 3"), "sites must be a table"),
     (lambda p: Precision.from_toml("base = 5"), "base must be a name"),
     (lambda p: Precision.from_toml('round = "attn=fp32"'), "round must be a list"),
+    (lambda p: p.replace(tile=(128, 2**31 - 16)), r"a positive multiple of 16 up to 2\*\*20"),
     (lambda p: p.replace(tile=5), "give .Br, Bc. or three such pairs"),
     (lambda p: p.replace(tile=(128, 128, 128)), "give .Br, Bc. or three such pairs"),
     (lambda p: p.set("delta_frm=o"), "unknown switch 'delta_frm': did you mean 'delta_from'"),
