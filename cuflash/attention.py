@@ -18,6 +18,7 @@ from cuflash import attention_backward, attention_forward
 from cuflash.attention_arguments import (
     GPU_INPUTS,
     Call,
+    check_apart,
     check_array,
     check_inputs,
     check_out,
@@ -153,10 +154,11 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
     watch = watched(watch)
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 3 or len({*map(id, out)}) != 3):
         raise ValueError("out must be three different arrays: for dq, dk and dv")
-    read = {"do": do} | {name: getattr(saved, name) for name in ("q", "k", "v", "o", "lse", "m", "l", "o_unrounded")}
-    for x, like, name in zip(out or (), (saved.q, saved.k, saved.v), ("dq", "dk", "dv")):
-        check_out(x, like, _result_dtype(call, "bwd", f"attn.{name}"), read, f"out for {name}")
-        read[f"out for {name}"] = x
+    if out is not None:
+        written = dict(zip(("out for dq", "out for dk", "out for dv"), out))
+        for (name, x), like in zip(written.items(), (saved.q, saved.k, saved.v)):
+            check_out(name, x, like, _result_dtype(call, "bwd", f"attn.{name[-2:]}"))
+        check_apart({"do": do} | {name: getattr(saved, name) for name in _READ}, written)
     if on_gpu(saved.q):
         return _backward_cuda(call, do, saved, out, watch)
     return _backward_numpy(call, do, saved, out, watch)
@@ -170,6 +172,7 @@ def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
     return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch, counts=False)[0]
 
 
+_READ = ("q", "k", "v", "o", "lse", "m", "l", "o_unrounded")  # of Saved, by backward
 Index = tuple[np.ndarray, np.ndarray]  # samples, heads
 
 
@@ -185,7 +188,8 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisio
         return _forward_cuda(call, q, k, v, out, key, watch, counts)
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
-        check_out(out, q, dtype, {"q": q, "k": k, "v": v})
+        check_out("out", out, q, dtype)
+        check_apart({"q": q, "k": k, "v": v}, {"out": out})
     b, hq, tq, d = call.q.shape
     real = np.float64 if p.is_fp64 else np.float32
     full = attention_forward.Forward.empty((b, hq), tq, d, real)
@@ -322,7 +326,8 @@ def _forward_cuda(call: Call, q: Any, k: Any, v: Any, out: Any, key: Key | None,
     p = call.precision
     dtype = _result_dtype(call, "fwd", "attn.o")
     if out is not None:
-        check_out(out, q, dtype, {"q": q, "k": k, "v": v})
+        check_out("out", out, q, dtype)
+        check_apart({"q": q, "k": k, "v": v}, {"out": out})
     with q.device:
         rows = row_shape(q, call.layout)
         # Written in place where the array's dtype and layout let a kernel do so.

@@ -162,13 +162,8 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
     check_kind(name, x, q)
 
 
-def check_out(out: Any, like: Any, dtype: np.dtype, others: Mapping[str, Any], name: str = "out") -> None:
-    """Raises unless `out` can take a result of this dtype and of like's shape without rounding it.
-
-    Args:
-        others: arrays by name whose memory out may not share, as kernels read and write in any order; or None.
-        name: what messages call it.
-    """
+def check_out(name: str, out: Any, like: Any, dtype: np.dtype) -> None:
+    """Raises unless `out` can take a result of this dtype and of like's shape without rounding it."""
     if not (isinstance(out, np.ndarray) or on_gpu(out)) or on_gpu(out) != on_gpu(like) or out.shape != like.shape:
         raise ValueError(f"{name} must be an array of shape {like.shape}, not {getattr(out, 'shape', type(out).__name__)}")
     check_kind(name, out, like)
@@ -177,9 +172,20 @@ def check_out(out: Any, like: Any, dtype: np.dtype, others: Mapping[str, Any], n
                          f"every site; pass one of {dtype} or wider, or let the result's site round to its format")
     if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.strides)):
         raise ValueError(f"{name} has several elements at one address (strides {out.strides}); pass an array of its own")
-    for other, x in others.items():
-        if x is not None and np.shares_memory(_addresses(out), _addresses(x)):
-            raise ValueError(f"{name} is {other}'s own memory, or part of it; pass another array")
+
+
+def check_apart(read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+    """Raises if an array that is written shares memory with another: kernels read and write in any order."""
+    seen: list[tuple[str, Any, int, int]] = []
+    for name, x in (*read.items(), *written.items()):
+        if x is None or not x.size:
+            continue
+        first, end = _extent(x)
+        for other, y, from_, to in seen if name in written else ():
+            # Rows of arrays packed together interleave: exactly then.
+            if first < to and from_ < end and np.shares_memory(_addresses(x), _addresses(y)):
+                raise ValueError(f"{name} is {other}'s own memory, or part of it; pass another array")
+        seen.append((name, x, first, end))
 
 
 @functools.cache
@@ -188,6 +194,17 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     w, n = ml_dtypes.finfo(wide), ml_dtypes.finfo(narrow)
     range_ = float(w.max) >= float(n.max) and float(w.smallest_subnormal) <= float(n.smallest_subnormal)
     return bool(range_ and w.nmant >= n.nmant)
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """Addresses of the first byte and of what follows the last."""
+    first = end = x.data.ptr if on_gpu(x) else x.__array_interface__["data"][0]
+    for n, stride in zip(x.shape, x.strides):
+        if stride > 0:
+            end += (n - 1) * stride
+        else:
+            first += (n - 1) * stride
+    return first, end + x.itemsize
 
 
 class _Addresses:
@@ -200,6 +217,4 @@ class _Addresses:
 
 def _addresses(x: Any) -> np.ndarray:
     """An array for `np.shares_memory` alone."""
-    if not on_gpu(x):
-        return x
-    return np.asarray(_Addresses(x)) if x.size else np.empty(0)  # which has no address
+    return np.asarray(_Addresses(x)) if on_gpu(x) else x

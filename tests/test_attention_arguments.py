@@ -54,6 +54,8 @@ def test_out_may_not_share_memory_with_what_is_read_nor_with_another_out():
     part, overlapping = buffer[:q.size].reshape(q.shape), buffer[8:q.size + 8].reshape(q.shape)
     with pytest.raises(ValueError, match="out is v's own memory, or part of it"):
         flash_attention(q, k, part, out=overlapping)
+    with pytest.raises(ValueError, match="out is k's own memory, or part of it"):
+        flash_attention(q, part[:, ::-1], v, out=overlapping[..., ::-1])
     with pytest.raises(ValueError, match="out for dk is out for dq's own memory"):
         flash_attention_backward(do, saved, out=(part, part[:], np.zeros_like(q)))
     for name, taken in (("q", q), ("k", k), ("v", v), ("do", do), ("o", o)):
