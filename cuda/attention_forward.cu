@@ -229,10 +229,9 @@ struct Rows {
             tied |= 1u << r;
             if constexpr (fix::active) {
                 const float given = order_fa2 ? r_m * p.scale : r_m, wanted = fix::rule(given, n);
-                if (wanted != given) {
-                    changed |= 1u << r;
-                    m_tile = order_fa2 ? wanted / p.scale : wanted;
-                }
+                if (wanted != given) m_tile = order_fa2 ? wanted / p.scale : wanted;
+                if constexpr (fix::rounds_down) m_tile = fmaxf(r_m, attn_m::down(m_tile));
+                if (m_tile != r_m) changed |= 1u << r;
                 if (fix::limited(given, n)) limited |= 1u << r;
             }
         }

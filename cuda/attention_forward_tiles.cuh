@@ -100,7 +100,7 @@ void long_maximum(Rows& rows, const Heads& heads, unsigned shared, int k0, int k
         load_chunk<false>(rows, heads, shared, chunk, k1);
         if (!visits) continue;
         rows.multiply(s, shared);
-            rows.scores(s, chunk, k1);
+        rows.scores(s, chunk, k1);
 #pragma unroll
         for (int r = 0; r < R; r++) {
             const float x = rows.maximum(s, r, r_m[r]);

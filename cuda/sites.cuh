@@ -73,6 +73,8 @@ struct Site {
     // To nearest whatever the site's mode: for thresholds compared with its values.
     static float nearest(float x) { return Site<E, M, mode_rne, saturates, id, per_tile>::round(x, At{}); }
 
+    static float down(float x) { return Site<E, M, mode_rd, saturates, id, per_tile>::round(x, At{}); }
+
     // Whether this site leaves values of another as they are.
     template <class Other>
     static constexpr bool keeps = is_fp32 || Other::template same_format<E, M, saturates>;

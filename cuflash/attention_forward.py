@@ -213,11 +213,13 @@ def row_maximum(s: np.ndarray, st: _Rows, rnd: Rounder, scale: np.floating, fix:
     if tied.any() and type(fix) is not Fix:
         given = r_m[tied] * scaled
         wanted = fix.new_maximum(given, ties[tied])
-        new = wanted != given
-        out.changed[tied] |= new
+        new = np.where(wanted != given, wanted / scaled, r_m[tied])
+        if fix.rounds_down and rnd.dtype is np.float32:
+            new = np.maximum(r_m[tied], round_to(new, rnd.format("attn.m"), "rd"))
+        out.changed[tied] |= new != r_m[tied]
         out.capped[tied] |= fix.limited(given, ties[tied])
         m_tile = r_m.copy()
-        m_tile[tied] = np.where(new, wanted / scaled, r_m[tied])
+        m_tile[tied] = new
     m_tile = rnd("attn.m", m_tile)
     m = np.maximum(st.m, m_tile)
     return rnd("attn.m", np.where((st.m == 0) & (m_tile == 0), st.m + m_tile, m))  # of +0 and −0, +0

@@ -24,7 +24,9 @@ class Fix:
 
     Class attributes: `parameters` (name -> default), `epsilon` (ties are r_m − S ≤ ε),
     `rounded_threshold` (ties are S ≥ rnd(r_m − ε) instead), `running` (r_m and ties over all tiles
-    so far, restarted when the maximum rises, instead of one tile's; needs ε = 0).
+    so far, restarted when the maximum rises, instead of one tile's; needs ε = 0), `rounds_down` (the new
+    maximum is rounded down to the format of attn.m, not below r_m, so that its rounding adds nothing to the
+    shift).
     """
 
     name: ClassVar[str] = "off"
@@ -33,6 +35,7 @@ class Fix:
     epsilon: float = 0.0
     rounded_threshold: ClassVar[bool] = False
     running: ClassVar[bool] = False
+    rounds_down: ClassVar[bool] = False
     cuda_rule: ClassVar[str | None] = "r_m"
     cuda_limited: ClassVar[str | None] = "false"
 
@@ -128,14 +131,15 @@ class Capped(Fix):
     """r_m + min(max((β−1)·r_m if r_m > 0 else |r_m|, 0.01), cap), over all tiles so far.
 
     The cap keeps exp of the shift a normal number of every format that it goes through, so no row is
-    lost: 80, or less where a format has fewer than 8 bits of exponent. The floor moves maxima near
-    zero too, where the paper's rule moves nothing.
+    lost: 80, or less where a format has fewer than 8 bits of exponent. The sum is rounded down to the
+    format of attn.m: to nearest, a cap of 80 would become 128 above 8,192 in bf16. The floor moves maxima
+    near zero too, where the paper's rule moves nothing.
     """
 
     name = "capped"
     parameters = {"beta": 2.0, "cap": 80.0}
     least = {"beta": 1, "cap": 0}
-    running = True
+    running = rounds_down = True
     cuda_rule = ("__fadd_rn(r_m, fminf(fmaxf(r_m > 0.f ? __fmul_rn(__fsub_rn(beta, 1.f), r_m) : -r_m, 0.01f), cap))")
     cuda_limited = "(r_m > 0.f ? __fmul_rn(__fsub_rn(beta, 1.f), r_m) : -r_m) > cap"
 

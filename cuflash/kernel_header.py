@@ -138,7 +138,7 @@ def _fix(fix: Fix) -> list[str]:
             raise ValueError(f"fix {fix.name!r} has no {name}, so only NumPy arrays can use it")
     return ["struct fix {",
             f"    static constexpr bool active = {_bool(type(fix) is not Fix)}, running = {_bool(fix.running)}, "
-            f"rounded_threshold = {_bool(fix.rounded_threshold)};",
+            f"rounded_threshold = {_bool(fix.rounded_threshold)}, rounds_down = {_bool(fix.rounds_down)};",
             *(f"    static constexpr float {name} = {_float(value)};"
               for name, value in {"epsilon": fix.epsilon, **fix.values}.items()),
             f"    static float rule(float r_m, int ties) {{ return {fix.cuda_rule}; }}",

@@ -165,7 +165,8 @@ class Slow:
         epsilon = F(self.fix.values.get("epsilon", 0)) / unit
         if self.fix.name == "qiu-b2" and epsilon:
             format = self.format("attn.s" if self.fa2 else "attn.s_scaled")
-            ties = sum(x >= round_one(r_m - epsilon, format, "rne") for x in s)
+            threshold = round_one(r_m - epsilon, format, "rne")  # may be −Inf
+            ties = sum(x >= threshold and x > -INF for x in s)
         else:
             ties = sum(r_m - x <= epsilon for x in s)
         if self.fix.name == "capped":  # over all tiles so far
@@ -175,9 +176,11 @@ class Slow:
         if ties > 1 and np.isfinite(r_m):
             given = r_m * unit
             new, limited = self.rule(given)
-            row.flags = row.flags | np.array([True, new != given, limited])
             if new != given:
                 m = new / unit
+            if self.fix.name == "capped":  # rounding adds nothing to the shift
+                m = max(r_m, round_one(m, self.format("attn.m"), "rd"))
+            row.flags = row.flags | np.array([True, m != r_m, limited])
         m = self.rnd("attn.m", m, i, 0, tile)
         m = row.m + m if row.m == m == 0 else max(row.m, m)  # of −0 and +0 it is +0
         return self.rnd("attn.m", m, i, 0, tile)

@@ -104,6 +104,25 @@ def test_without_its_roundings_a_precision_is_fp32(name):
         assert equal(a, b)
 
 
+# ---- fixes --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("roundings", [(), ("attn.m=e8m3",), ("attn.l=fp16",)], ids=str)
+@pytest.mark.parametrize("name", ["bf16", "bf16-fa2", "bf16-paper", "fp16-fa2"])
+def test_the_recommended_fix_makes_no_nan(name, roundings):
+    """Tied rows of every size, of either sign: where `off` is finite, `on` is."""
+    rng = np.random.default_rng(8)
+    p = Precision.named(name).round(*roundings)
+    dtype = np.float16 if name == "fp16-fa2" else BF16
+    for size in 2.0 ** np.arange(-4, 9, 0.5):
+        q, k, v, do = inputs(rng, 1, 2, 2, 32, 32, 16)
+        q[..., 0], k[..., 0] = np.where(rng.random(q.shape[:-1]) < 0.5, -size, size), size
+        k[:, :, 8:] = k[:, :, :8].repeat(3, axis=2)
+        q, k, v, do = (x.astype(dtype) for x in (q, k, v, do))
+        off, on = (run(q, k, v, do, precision=p, fix=fix) for fix in ("off", "on"))
+        for a, b in zip((off[0], *off[2]), (on[0], *on[2])):
+            assert not (np.isfinite(a.astype(float)) & ~np.isfinite(b.astype(float))).any(), size
+
+
 # ---- switches -----------------------------------------------------------------------------------
 
 def seen(site, **options):

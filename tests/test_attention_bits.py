@@ -181,6 +181,9 @@ def test_stochastic_rounding_at_every_site(switches, rng):
     ("fp32", (), 0.7, "qiu-b7:epsilon=0.2,beta=3", 2),
     ("bf16-fa2", (), 0.3, "qiu-b7:beta=1", 2),  # changes no row: its bits stay though α divides back
     ("bf16-fa2", (), 0.3, "capped:cap=0", 2),
+    *(("bf16", (), None, "capped", q) for q in (3000, 12000, 80000)),  # a cap near and below m's spacing
+    ("bf16-fa2", ("attn.m=e8m3",), 0.3, "capped", 500),
+    ("bf16", ("attn.s=fp32", "attn.s_scaled=fp32", "attn.m=e8m5"), None, "capped", 500),  # r_m is not a number of m
     ("bf16", (), None, "qiu-b7", 30),  # every P̄ vanishes: l = 0 in rows that are not empty
     ("bf16-fa2", (), None, "qiu-b7", 30),
     ("fp32", (), None, "qiu-b7", 60),
