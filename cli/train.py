@@ -14,7 +14,7 @@ MANY = {"multiple": True}
 FLAG = {"is_flag": True, "default": None}
 # Option, type, what it is. Defaults come from the model's preset (cuflash/model/config.py).
 OPTIONS: list[tuple[str, Any, str]] = [
-    ("--data", str, "pydoc, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of it, or "
+    ("--data", str, "pydoc, stdlib, synthetic:words|bytes[,seed=…,size=…,repeat=…], a text file, a folder of it, or "
                     ".bin tokens of nanoGPT or llm.c.  [default: pydoc, the language reference of Python]"),
     ("--model", str, "nano, mini, study, gpt2, or a TOML file of n_layer … bias.  [default: nano]"),
     ("--n-layer", int, "Blocks."),

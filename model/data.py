@@ -3,6 +3,8 @@ import functools
 import hashlib
 import pathlib
 import re
+import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,9 @@ from cuflash.errors import unknown
 from cuflash.philox import philox4x32
 
 DEFAULT = "pydoc"
+STDLIB = "stdlib"
+# Of Python's standard library, what some distributions leave out.
+LEFT_OUT = {"test", "tests", "idlelib", "tkinter", "turtledemo", "turtle", "lib2to3", "distutils", "ensurepip", "venv"}
 VAL_SHARE = 10            # one token in so many, the last ones, is kept for validation
 LLMC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c's magic numbers
 LLMC_HEADER = 256         # int32 words
@@ -72,8 +77,8 @@ def batch(tokens: np.ndarray, block_size: int, samples: range, *, seed: int,
 def load(spec: str) -> Data:
     """The data that `--data` names.
 
-    `pydoc` (the language reference that Python carries; synthetic text where it is missing),
-    `synthetic:NAME,…`, a text file, a folder of text, nanoGPT's or llm.c's .bin, or a folder with
+    `pydoc` (the language reference that Python carries; synthetic text where it is missing), `stdlib` (the
+    sources of its standard library, about 10 MB), `synthetic:NAME,…`, a text file, a folder of text, nanoGPT's or llm.c's .bin, or a folder with
     train.bin and val.bin.
 
     Raises:
@@ -81,6 +86,8 @@ def load(spec: str) -> Data:
     """
     if spec == DEFAULT:
         return _pydoc()
+    if spec == STDLIB:
+        return _stdlib()
     if spec.startswith("synthetic:"):
         return _from_bytes(spec, np.frombuffer(synthetic(spec), np.uint8))
     path = pathlib.Path(spec)
@@ -89,7 +96,7 @@ def load(spec: str) -> Data:
     if path.is_dir():
         return _folder(spec, path)
     if not path.is_file():
-        raise ValueError(f"--data {spec}: no such file or folder; valid too: {DEFAULT}, "
+        raise ValueError(f"--data {spec}: no such file or folder; valid too: {DEFAULT}, {STDLIB}, "
                          f"synthetic:{'|'.join(SYNTHETIC)}")
     if path.stat().st_size == 0:
         raise ValueError(f"--data {spec}: the file is empty")
@@ -105,6 +112,18 @@ def _pydoc() -> Data:
         return load("synthetic:words")
     text = "\n".join(topics[name] for name in sorted(topics))
     return _from_bytes("pydoc_data.topics", np.frombuffer(text.encode(), np.uint8))
+
+
+@functools.cache
+def _stdlib() -> Data:
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = (f for name in sys.stdlib_module_names - LEFT_OUT for f in (root / f"{name}.py", *(root / name).rglob("*.py")))
+    inside = [f for f in files if f.is_file() and not LEFT_OUT.intersection(f.relative_to(root).parts)]
+    if not inside:
+        raise ValueError(f"--data {STDLIB}: this Python has no sources in {root}; give a text file or a folder")
+    texts = [f.read_bytes() for f in sorted(inside, key=lambda f: f.relative_to(root).as_posix())]
+    name = f"the standard library of Python {sys.version.split()[0]}"
+    return _from_bytes(name, np.frombuffer(b"\n".join(texts), np.uint8))
 
 
 def _folder(spec: str, path: pathlib.Path) -> Data:

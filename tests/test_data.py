@@ -1,5 +1,7 @@
 import hashlib
 import re
+import sys
+import sysconfig
 
 import numpy as np
 import pytest
@@ -19,8 +21,24 @@ def test_the_default_is_pythons_own_language_reference():
 
 
 def test_synthetic_where_a_python_lacks_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert load("pydoc").name == "synthetic:words"
+
+
+def test_the_standard_library_is_text_of_every_distribution(tmp_path, monkeypatch):
+    for name in ("ast.py", "json/decoder.py", "json/tests/no.py", "test/no.py", "site-packages/no.py", "json/no.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name * 9)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": tmp_path}.get)
+    data._stdlib.cache_clear()
+    d = load("stdlib")
+    data._stdlib.cache_clear()
+    assert bytes(d.train) + bytes(d.val) == b"\n".join(n.encode() * 9 for n in ("ast.py", "json/decoder.py"))
+    assert sys.version.split()[0] in d.name and d.kind == "bytes"
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": tmp_path / "none"}.get)
+    with pytest.raises(ValueError, match="this Python has no sources"):
+        load("stdlib")
+    data._stdlib.cache_clear()
 
 
 @pytest.mark.parametrize("spec,digest", [
@@ -104,7 +122,7 @@ def test_windows_cover_the_whole_text_and_stay_in_it():
 
 
 @pytest.mark.parametrize("spec,message", [
-    ("nowhere.txt", "--data nowhere.txt: no such file or folder; valid too: pydoc, synthetic:words|bytes"),
+    ("nowhere.txt", "--data nowhere.txt: no such file or folder; valid too: pydoc, stdlib, synthetic:words|bytes"),
     ("synthetic:wrods", "unknown synthetic text 'wrods': did you mean 'words'?"),
     ("synthetic:words,sede=1", "unknown option of synthetic text 'sede': did you mean 'seed' or"),
     ("synthetic:words,seed=-1", "seed must be a whole number, got '-1'"),
