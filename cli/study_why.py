@@ -43,9 +43,9 @@ def _trials(command: Any) -> Any:
         click.option("--least", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Runs of an arm even where fewer decide."),
         click.option("--fail", "criterion", default="", metavar="TEXT",
-                     help="When a run has failed: margin=NATS above its best loss for rows=N logged steps, or its loss "
-                          "never at learned=NATS.  [default: the scale's, margin=0.5,rows=3 where an option of the training is "
-                          "given]"),
+                     help="When a run has failed: the mean of rows=N logged losses margin=NATS above its least so far, or "
+                          "never at learned=NATS.  [default: the scale's; margin=0.5,rows=3 where options of the "
+                          "training are given]"),
         click.option("--run-on", is_flag=True, help="A run that has failed goes on to its last step."),
         click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True,
                      help="Runs at once, each in a process; 0: in this one."),

@@ -17,8 +17,10 @@ FAILS, TRAINS, UNDECIDED = "fails", "trains", "undecided"
 
 @dataclass(frozen=True)
 class Criterion:
-    """A training has failed when its loss is not finite, or lies `margin` nats above the best one before for
-    `rows` logged steps in a row, or, with `learned`, when its best loss at the end is above that.
+    """A training has failed when its loss is not finite, or the mean of `rows` logged losses in a row lies `margin`
+    nats above the least such mean before, or, with `learned`, when the least one at the end is above that.
+
+    A mean, because one batch is easier than another: its noise, divided by √rows, must stay well below the margin.
     """
 
     margin: float = 0.5
@@ -57,27 +59,30 @@ class Criterion:
     @property
     def text(self) -> str:
         """As a sentence of a report."""
+        mean = f"the mean of {self.rows} logged losses in a row" if self.rows > 1 else "a logged loss"
         end = f", or never falls to {self.learned:g}" if math.isfinite(self.learned) else ""
-        return (f"a training fails when its loss is not finite, or stays {self.margin:g} nats above its best so far "
-                f"for {self.rows} logged steps in a row{end}")
+        return (f"a training fails when its loss is not finite, or {mean} rises {self.margin:g} nats above its least "
+                f"so far{end}")
 
     def onset(self, rows: Sequence[Mapping[str, float]], *, ended: bool = False) -> int | None:
-        """The first of the logged steps that show a failure, None where there is none.
+        """The first of the logged steps whose mean shows a failure, None where there is none.
 
         Args:
             rows: of metrics.csv.
             ended: no row follows, so that `learned` applies.
         """
-        best = math.inf
-        above: list[float] = []
-        for row in rows:
+        least, together = math.inf, min(self.rows, len(rows))
+        for i, row in enumerate(rows):
             if not math.isfinite(row["loss"]):
-                return int(above[0] if above else row["step"])
-            above = [*above, row["step"]] if row["loss"] > best + self.margin else []
-            if len(above) == self.rows:
-                return int(above[0])
-            best = min(best, row["loss"])
-        return int(rows[-1]["step"]) if ended and rows and best > self.learned else None
+                return int(row["step"])
+            first = i + 1 - together
+            if first < 0:
+                continue
+            mean = math.fsum(r["loss"] for r in rows[first:i + 1]) / together
+            if mean > least + self.margin:
+                return int(rows[first]["step"])
+            least = min(least, mean)
+        return int(rows[-1]["step"]) if ended and rows and least > self.learned else None
 
 
 # ---- one arm --------------------------------------------------------------------------------------

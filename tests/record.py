@@ -6,6 +6,8 @@ import h5py
 import numpy as np
 
 from cuflash import Precision
+from cuflash.fixes import as_fix
+from cuflash.kernel_header import precision_header
 from cuflash.testing import DTYPES, OUTPUTS, Case
 
 ROOT = Path(__file__).parent.parent
@@ -13,10 +15,15 @@ INPUTS = ("q", "k", "v", "do")
 
 
 def sources_digest() -> str:
-    """SHA-256 of cuda/, names and contents."""
+    """SHA-256 of all that is compiled: cuda/, names and contents, and precision.cuh of the recorded cases."""
     digest = hashlib.sha256()
     for file in sorted((ROOT / "cuda").iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for case in RECORDED:
+        for direction in ("fwd", "bwd"):
+            for head in range(case.heads):
+                digest.update(precision_header(case.precision, case.d, direction, case.precision.accumulator,
+                                               as_fix(case.fix), 0, head).encode())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ FILE = ROOT / "tests" / "record" / "attention_sm90.h5"
 
 def test_kernels_are_those_that_were_recorded():
     with h5py.File(FILE) as f:
-        assert f.attrs["sources"] == sources_digest(), "cuda/ changed since the record: run tests/gpu and renew it"
+        assert f.attrs["sources"] == sources_digest(), "kernels changed since the record: run tests/gpu and renew it"
         assert len(f) == len(RECORDED)
 
 

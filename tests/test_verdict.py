@@ -25,34 +25,38 @@ def rows(*losses, every=10):
 
 # ---- failure --------------------------------------------------------------------------------------
 
-def test_a_run_fails_where_its_loss_stays_above_its_best():
+def test_a_run_fails_where_the_mean_of_its_loss_rises():
     c = Criterion(margin=0.5, rows=3)
-    assert c.onset(rows(5, 3, 2, 2.6, 2.7, 2.4, 2.0, 2.1)) is None  # two rows are too few
-    assert c.onset(rows(5, 3, 2, 2.6, 2.7, 2.6, 2.0)) == 40
-    assert c.onset(rows(5, 3, 2, 2.5, 2.5, 2.5)) is None  # at the margin is not above it
+    assert c.onset(rows(5, 3, 2, 2, 2, 3, 2, 2.4, 2.0)) is None  # one hard batch
+    assert c.onset(rows(5, 3, 2, 2, 2, 2.5, 2.6, 2.5, 2.0)) == 60
+    assert c.onset(rows(5, 3, 2, 2, 2, 2.5, 2.5, 2.5)) is None  # at the margin is not above it
+    assert c.onset(rows(2, 3)) is None  # no mean to compare with
     assert Criterion(margin=0.5, rows=1).onset(rows(5, 3, 3.51)) == 30
 
 
-def test_the_best_is_that_before_and_rises_do_not_lower_it():
-    assert Criterion(margin=1, rows=2).onset(rows(2, 3.1, 2.9, 3.1, 3.2)) == 40
+def test_the_least_mean_is_of_all_before_and_one_easy_batch_does_not_lower_it():
+    assert Criterion(margin=1, rows=2).onset(rows(2, 2, 2.4, 2.8, 3.1, 3.2)) == 50
+    assert Criterion(margin=1, rows=2).onset(rows(4, 4, 2, 4, 4.1, 4.2)) == 50
+    assert Criterion(margin=1.2, rows=2).onset(rows(4, 4, 2, 4, 4.1, 4.2)) is None
 
 
 def test_a_loss_that_is_not_finite_fails_at_once():
     assert Criterion().onset(rows(5, math.nan)) == 20
-    assert Criterion().onset(rows(5, 6, math.inf)) == 20  # it had begun to rise before
+    assert Criterion(rows=1).onset(rows(5, 6, math.inf)) == 20  # it had risen before
     assert Criterion().onset([]) is None
 
 
 def test_a_run_that_never_learns():
     c = Criterion.parse("learned=2.5")
     assert c.onset(rows(5, 3), ended=True) == 20 and c.onset(rows(5, 3)) is None
-    assert c.onset(rows(5, 2.4), ended=True) is None and Criterion().onset(rows(5, 5), ended=True) is None
+    assert c.onset(rows(5, 2.4, 2.4, 2.4), ended=True) is None and Criterion().onset(rows(5, 5), ended=True) is None
 
 
 def test_criterion_as_text():
     c = Criterion.parse("rows=5,margin=0.25")
     assert c == Criterion(0.25, 5) and Criterion.parse(str(c)) == c and Criterion.parse("") == Criterion()
-    assert "0.25 nats" in c.text and "5 logged steps" in c.text
+    assert "0.25 nats" in c.text and "5 logged losses" in c.text
+    assert Criterion.parse("rows=2", c) == Criterion(0.25, 2) and Criterion.parse("", c) == c
     with pytest.raises(ValueError, match="unknown part of a criterion 'margn': did you mean 'margin'"):
         Criterion.parse("margn=1")
     with pytest.raises(ValueError, match="rows must be a number, got 'x'"):
