@@ -308,12 +308,12 @@ def geometry(precision: Precision, head_dim: int, halves: Sequence[bool], capabi
             registers = (bc + columns * (1 if precision.order == "fa2" else 2)) // 2 + extra
             if registers <= 96:
                 shapes += [(True, 16, 8, bc, 2, 2), (True, 16, 4, bc, 1, 4)]
-            if registers <= 136:  # under `eager` the softmax takes so long that other blocks hide what one loads
+            if registers <= (136 if columns <= 128 else 128):  # under `eager` the softmax takes so long that other blocks hide what one loads
                 stages = (1, 2) if precision.order == "eager" else (2, 1)
                 shapes += [(True, 16, 4, bc, n, 3) for n in stages]
             shapes += [(True, 16, 8, bc, 2, 1), (True, 16, 4, bc, 1, 2), (True, 16, 8, bc, 1, 1)]
     if half and at_once:
-        if (bc + columns) // 2 + extra <= 80 and (br is None or br % 32 == 0):
+        if bc <= 64 and (bc + columns) // 2 + extra <= 80 and (br is None or br % 32 == 0):
             shapes.append((False, 32, 4, bc, 2, 1))
         shapes.append((False, 16, 8, bc, 2, 1))
     if at_once:
