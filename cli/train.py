@@ -101,6 +101,8 @@ def train(out: str | None, resume: bool, config: str | None, dry_run: bool, **fl
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     with user_errors():
         options = session.options(config, given)
+        if "dump_sites" in given and not options.dump_every and not resume:
+            raise ValueError("--dump-sites says what a dump has; say when there is one: --dump-every 100")
         if dry_run:
             for line in session.dry_run(options):
                 click.echo(line)

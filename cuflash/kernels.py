@@ -64,7 +64,8 @@ def gpu_reason() -> str | None:
     try:
         cupy = import_cupy()
     except ImportError as error:
-        return _no_cupy(error)
+        return _no_cupy(error) if _has_driver() else (
+            "no NVIDIA driver is installed here, which a GPU needs; NumPy arrays and --device cpu need neither")
     runtime = cupy.cuda.runtime
     try:
         if runtime.getDeviceCount() < 1:
@@ -75,6 +76,15 @@ def gpu_reason() -> str | None:
         return (f"the CUDA driver gives no device ({error}): check that an NVIDIA driver is installed "
                 "(nvidia-smi) and what CUDA_VISIBLE_DEVICES says")
     return nvrtc_reason() or _unsupported(found)
+
+
+def _has_driver() -> bool:
+    """Whether the CUDA driver's library is there; without CuPy nothing else can tell."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _unsupported(found: int) -> str | None:

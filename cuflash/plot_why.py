@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 Run = Mapping[str, np.ndarray]
 VERDICT_COLOURS = {"fails": COLOURS[1], "trains": COLOURS[0], "undecided": "0.6"}
-COLUMNS = 4
+COLUMNS = (4, 5, 3)
 
 
 def curves(arms: Mapping[str, Sequence[Run]], failures: Mapping[str, Sequence[bool]]) -> "Figure":
     """Loss of every run over the steps, a panel for each arm; a run that failed is dashed (figures 2 and 7)."""
-    lines = -(-len(arms) // COLUMNS)
-    columns = min(COLUMNS, len(arms))
+    # Of a few numbers of columns that which leaves the fewest places empty.
+    columns = min(len(arms), min(COLUMNS, key=lambda n: -len(arms) % n))
+    lines = -(-len(arms) // columns)
     with _style():
         fig = _figure(WIDTH, 1.5 * lines + 0.4)
         axes = np.ravel(fig.subplots(lines, columns, squeeze=False, sharex=True, sharey=True))

@@ -45,17 +45,25 @@ def test_info():
     assert columns(text) <= 100
 
 
-def test_info_without_cupy_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("driver", [True, False])
+def test_info_without_cupy_says_what_to_install(driver, monkeypatch):
     from cuflash import kernels
+    monkeypatch.setattr(kernels, "_has_driver", lambda: driver)
     for f in (kernels.import_cupy, kernels.gpu_reason, kernels.nvrtc_reason):
         f.cache_clear()
         monkeypatch.setattr(kernels, f.__name__, f.__wrapped__)
     monkeypatch.setitem(sys.modules, "cupy", None)
     found = cuflash.info()
-    assert found.device is None and "pip install '.[cuda12]'" in found.device_reason
+    assert found.device is None and "pip install '.[cuda12]'" in found.compiler_reason
+    assert ("pip install" if driver else "no NVIDIA driver") in found.device_reason
     assert all(where == {"cpu": "yes", "gpu": "no GPU"} for where in found.accumulators.values())
     text = " ".join(run("info").split())
-    assert text.count("pip install '.[cuda12]'") == 1 and "cannot be compiled: for the same reason" in text
+    assert text.count("pip install '.[cuda12]'") == 1 and ("cannot be compiled: for the same reason" in text) == driver
+
+
+def test_dump_sites_without_dumps_is_an_error(tmp_path):
+    text = run("train", "--dump-sites", "attn", "--out", str(tmp_path / "a"), code=2)
+    assert "say when there is one: --dump-every 100" in text and not (tmp_path / "a").exists()
 
 
 def test_info_shows_of_a_long_banner_its_last_line_once(monkeypatch):

@@ -104,6 +104,8 @@ def test_unknown_format(name):
 
 
 def test_nearest_words():
+    with pytest.raises(ValueError, match="did you mean 'fp8_e4m3' or 'fp8_e5m2'"):
+        format_named("fp8")
     with pytest.raises(ValueError, match="did you mean 'bf16'"):
         format_named("bf61")
     with pytest.raises(ValueError, match="unknown mode 'rnd'.*'rne'|unknown mode 'rnd'.*'rd'"):

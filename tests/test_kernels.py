@@ -281,7 +281,20 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
 
 def test_gpu_reason_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # import raises
+    monkeypatch.setattr(kernels, "_has_driver", lambda: True)
     assert "install the extra cuda12 or cuda13: pip install '.[cuda12]'" in kernels.gpu_reason()
+
+
+def test_without_a_driver_nothing_is_to_be_installed(monkeypatch):
+    asked = []
+
+    def missing(name):
+        asked.append(name)
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(kernels.ctypes, "CDLL", missing)
+    assert "no NVIDIA driver" in kernels.gpu_reason() and "pip" not in kernels.gpu_reason() and len(asked) == 1
 
 
 @pytest.mark.parametrize("capability, words", [(75, "7.5 is too old: the kernels need 8.0"),
