@@ -3,7 +3,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
 from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
-from cuflash.cli.outputs import OUT_FILE
+from cuflash.cli.outputs import OUT_FILE, OUT_TEXT, STDOUT, written
 from cuflash.errors import ranges
 from cuflash.fixes import Fix, as_fix
 from cuflash.monte_carlo import RESTS, TIES, table
 from cuflash.precision import Precision, as_precision
 from cuflash.statistics import SIGNIFICANT, SiteStatistics
 from cuflash.tensor_file import read_tensors
-from cuflash.whole_file import whole_file
 
 WIDTH = 100
 CONSTANT = 1e9  # a z beyond it: the errors are all the same, up to the rounding of their sums
@@ -63,7 +62,8 @@ _MONTE_CARLO = ("source", "monte_carlo", "precisions", "rounds", "settings", "fi
               help="Where the audited precisions run; golden, which is fp64, on the CPU.")
 @click.option("-o", "--out", type=OUT_FILE,
               help="Write the errors of δ and O by token and feature here, in HDF5, for cuflash plot.")
-@click.option("--json", "json_file", type=OUT_FILE, help="Write everything here, by head too.")
+@click.option("--json", "json_file", type=OUT_TEXT,
+              help="Write everything here, by head too; - is stdout, in place of the report.")
 @click.pass_context
 def audit(ctx: click.Context, source: str | None, **options: Any) -> None:
     """Which roundings are biased on captured q, k, v and dO, what they do to delta and dQ, what removes it.
@@ -181,7 +181,8 @@ def _of_run(run: str, options: dict[str, Any]) -> _Work:
 
 
 def _audit(source: str, work: _Work, options: dict[str, Any]) -> None:
-    click.echo("\n".join(work.inputs))
+    echo = _echo(options)
+    echo("\n".join(work.inputs))
     results: dict[int, list[Audit]] = {}
     maps: dict[int, list[ErrorMap]] = {}
     for layer, capture in work.captures.items():
@@ -190,7 +191,7 @@ def _audit(source: str, work: _Work, options: dict[str, Any]) -> None:
                 results.setdefault(layer, []).append(
                     run_audit(capture, precision, fix=work.fix, cures=options["cures"], progress=bar))
             title = f"layer {layer}: " if len(work.captures) > 1 else ""
-            click.echo("\n" + "\n".join(report(results[layer][-1], title)))
+            echo("\n" + "\n".join(report(results[layer][-1], title)))
             if options["out"]:
                 with user_errors():
                     maps.setdefault(layer, []).append(error_map(capture, precision, work.fix))
@@ -203,21 +204,27 @@ def _audit(source: str, work: _Work, options: dict[str, Any]) -> None:
             _write_json(options["json_file"], data[0] if len(data) == 1 else {"layers": data})
 
 
+def _echo(options: dict[str, Any]) -> Callable[[str], None]:
+    """Prints the report, unless stdout has the JSON."""
+    return (lambda text: None) if options["json_file"] == STDOUT else click.echo
+
+
 def _monte_carlo(options: dict[str, Any]) -> None:
+    echo = _echo(options)
     with user_errors():
         precisions = _precisions(("bf16", "bf16-fa2"), options)
         rows = list(table(precisions, fix=as_fix(options["fix"] or "off")))
     for p in precisions:
         mine = [b for b in rows if b.precision == p.name]
-        click.echo(
+        echo(
             f"{p.describe()}, fix {as_fix(options['fix'] or 'off')}: mean error in ulp of {mine[0].format}, "
             f"V uniform in [−4, −2], ± {max(b.se for b in mine):.1g} at most")
         for x, label in (("o_bar", "Ō"), ("o", "O")):
-            click.echo(f"  {label}     P̄ of the rest: " + "".join(f"{rest:>10g}" for rest in RESTS))
+            echo(f"  {label}     P̄ of the rest: " + "".join(f"{rest:>10g}" for rest in RESTS))
             for n in TIES:
                 values = [b.mean for b in mine if b.x == x and b.ties == n]
-                click.echo(f"    {n} at P̄ = 1         " + "".join(f"{v:>+10.4f}" for v in values))
-        click.echo("")
+                echo(f"    {n} at P̄ = 1         " + "".join(f"{v:>+10.4f}" for v in values))
+        echo("")
     if options["json_file"]:
         with user_errors():
             _write_json(options["json_file"],
@@ -225,8 +232,8 @@ def _monte_carlo(options: dict[str, Any]) -> None:
 
 
 def _write_json(path: str, data: Any) -> None:
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    with written(path) as f:
+        f.write(json.dumps(data, indent=1) + "\n")
 
 
 class _Bar:

@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from cuflash.cli.main import user_errors
-from cuflash.cli.outputs import OUT_FILE
+from cuflash.cli.outputs import OUT_TEXT, check_one_on_stdout, written
 from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
 from cuflash.errors import ranges
-from cuflash.whole_file import whole_file
 
 SORTS = {
     "order": lambda s: s.order,
@@ -36,8 +35,9 @@ SORTS = {
 @click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
 @click.option("--step", type=click.IntRange(min=0),
               help="Of two runs: this step's checkpoints.  [default: the last that both have]")
-@click.option("--csv", "csv_file", type=OUT_FILE, help="Write every line's numbers here.")
-@click.option("--json", "json_file", type=OUT_FILE, help="The same as JSON.")
+@click.option("--csv", "csv_file", type=OUT_TEXT,
+              help="Write every line's numbers here; - is stdout, in place of the table.")
+@click.option("--json", "json_file", type=OUT_TEXT, help="The same as JSON.")
 @click.pass_context
 def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, everything: bool,
          step: int | None, csv_file: str | None, json_file: str | None) -> None:
@@ -52,6 +52,7 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
     cuflash diff runs/nano-bf16-off runs/nano-bf16-qiu-b7 --step 800
     """
     with user_errors():
+        quiet = check_one_on_stdout(csv=csv_file, json=json_file)
         folders = [pathlib.Path(x).is_dir() for x in (a, b)]
         if folders[0] != folders[1]:
             raise ValueError(f"{a} and {b} are a file and a folder: give two dumps or two run folders")
@@ -72,13 +73,13 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
             found.sites.sort(key=SORTS[sort])
             rows, data = found.sites, found.to_dict()
             lines, differs = _sites(found, everything), found.differs
-        for line in lines:
+        for line in () if quiet else lines:
             click.echo(line)
         if csv_file:
             _write_csv(csv_file, rows)
         if json_file:
-            with whole_file(json_file) as partial:
-                partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
+            with written(json_file) as f:
+                f.write(json.dumps(data, indent=1) + "\n")
     ctx.exit(int(differs))
 
 
@@ -183,7 +184,7 @@ def _row(x: Any) -> dict[str, Any]:
 
 
 def _write_csv(path: str, rows: list[Any]) -> None:
-    with whole_file(path) as partial, open(partial, "w", newline="", encoding="utf-8") as f:
+    with written(path) as f:
         table = [_row(r) for r in rows]
         writer = csv.DictWriter(f, list(table[0]))
         writer.writeheader()

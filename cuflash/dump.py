@@ -26,7 +26,7 @@ from cuflash.precision import Precision, Rounding, Tile, merged_message
 from cuflash.site_table import MODULES, NO_LAYER, SITES
 from cuflash.sites import Rounder
 from cuflash.watching import watching
-from cuflash.whole_file import beside, cannot_write, publish
+from cuflash.whole_file import beside, cannot_write, check_replaceable, publish
 
 if TYPE_CHECKING:
     import h5py
@@ -131,6 +131,7 @@ class Recorder:
         self._lengths = {"q": 0, "k": 0, "d": 0}  # of the attention that is running
         self._sites: dict[str, _Site] = {}
         self._seen: dict[str, set[int]] = {"layers": set(), "heads": set(), "batch": set()}
+        check_replaceable(self.path)
         try:
             self._sink = hdf5.Sink(beside(self.path))
         except OSError as e:
