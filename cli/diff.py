@@ -100,6 +100,7 @@ def _checkpoints(a: str, b: str, step: int | None) -> tuple[int, list[pathlib.Pa
 # ---- the report ---------------------------------------------------------------------------------
 
 def _sites(found: Diff, everything: bool) -> Iterable[str]:
+    yield from (f"note: {n}" for n in found.notes)
     first = found.first
     if first is None:
         count = sum(s.values for s in found.sites)

@@ -84,7 +84,10 @@ def plot(ctx: click.Context, sources: tuple[str, ...], kind: str | None, out: st
         if extra := [f"--{n}" for n in given if n not in TAKES[kind]]:
             takes = ", ".join(f"--{n}" for n in TAKES[kind]) or "none of these options"
             raise ValueError(f"{', '.join(extra)}: a plot of kind {kind} takes {takes}")
-        save(fitting[kind](sources, options), out, dpi)
+        figure = fitting[kind](sources, options)
+        save(figure, out, dpi)
+    if note := figure.get_suptitle():
+        click.echo(f"note: {note}")
     click.echo(out)
 
 

@@ -13,14 +13,14 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import hdf5
-from cuflash.dump_file import STEP, Dump, Entry, datasets
+from cuflash.dump_file import STEP, Dump, Entry, datasets, is_dump
 from cuflash.errors import ranges
 from cuflash.formats import format_named
 
@@ -94,13 +94,17 @@ class SiteDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """What `diff` found: datasets of both in the order of execution (A's), and those of one file alone."""
+    """What `diff` found: datasets of both in the order of execution (A's), and those of one file alone.
+
+    `notes` says what the dumps are of where that is not the same, as by `told_apart`.
+    """
 
     a: str
     b: str
     sites: list[SiteDiff]
     only_a: list[str]
     only_b: list[str]
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def first(self) -> SiteDiff | None:
@@ -117,12 +121,14 @@ class Diff:
         names = {f.name: f.type for f in dataclasses.fields(SiteDiff)}
         rows = [{k: math.nan if v is None and names[k] is float else v for k, v in row.items() if k in names}
                 for row in data["sites"]]
-        return cls(data["a"], data["b"], [SiteDiff(**row) for row in rows], data["only_a"], data["only_b"])
+        return cls(data["a"], data["b"], [SiteDiff(**row) for row in rows], data["only_a"], data["only_b"],
+                   data.get("notes", []))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no NaN: None stands for it."""
         rows = [plain(dataclasses.asdict(s) | {"differs": s.differs, "z": s.z}) for s in self.sites]
-        return {"a": self.a, "b": self.b, "differs": self.differs, "first": self.first and self.first.name,
+        return {"a": self.a, "b": self.b, "notes": self.notes, "differs": self.differs,
+                "first": self.first and self.first.name,
                 "only_a": self.only_a, "only_b": self.only_b, "sites": rows}
 
 
@@ -134,7 +140,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
 
     Raises:
         ValueError: a file is not HDF5 or is damaged, no name is in both, or none is left by `names`; dumps
-            of one shape are of different samples, heads or rows.
+            are of different samples, heads or rows.
     """
     with _opened(a) as file_a, _opened(b) as file_b:
         try:
@@ -146,10 +152,24 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
                     f"no dataset{chosen} has one name in {a} and {b}: {_some(in_a)} in the first, "
                     f"{_some(in_b)} in the second")
             sites = [_compare(file_a, file_b, in_a[n], in_b[n]) for n in both]
+            notes = told_apart(a, file_a.attrs, b, file_b.attrs) if is_dump(file_a) and is_dump(file_b) else []
         except OSError as e:
             raise ValueError(f"{a} or {b} is damaged: {e}") from e
     sites.sort(key=lambda s: s.order)
-    return Diff(str(a), str(b), sites, [n for n in in_a if n not in in_b], [n for n in in_b if n not in in_a])
+    return Diff(str(a), str(b), sites, [n for n in in_a if n not in in_b], [n for n in in_b if n not in in_a], notes)
+
+
+def told_apart(a: str | os.PathLike[str], of_a: Mapping[str, Any], b: str | os.PathLike[str],
+               of_b: Mapping[str, Any]) -> list[str]:
+    """A line where two dumps are of different steps, seeds, data or checkpoints, by their files' attributes."""
+    words = {"step": "step", "seed": "seed", "data_sha256": "data", "checkpoint": "checkpoint"}
+    other = [n for n in words if n in of_a and n in of_b and of_a[n] != of_b[n]]
+    if "step" in other and "checkpoint" in other:  # the step after it
+        other.remove("checkpoint")
+    if not other:
+        return []
+    shown = (" and ".join(f"{words[n]} {str(of[n])[:8]}" for n in other) for of in (of_a, of_b))
+    return [f"{a} is of {next(shown)}, {b} of {next(shown)}"]
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -196,9 +216,9 @@ def _compare(file_a: "h5py.File", file_b: "h5py.File", a: Entry, b: Entry) -> Si
     x, y = file_a[a.dataset], file_b[b.dataset]
     dtypes = hdf5.dtype_of(x).name, hdf5.dtype_of(y).name
     formats = a.format or _OF_DTYPE.get(dtypes[0], dtypes[0]), b.format or _OF_DTYPE.get(dtypes[1], dtypes[1])
+    _check_numbers(a, b, file_a.filename, file_b.filename)
     if x.shape != y.shape:
         return SiteDiff(a.name, a.site, a.order, formats, 0, 0.0, shapes=(x.shape, y.shape))
-    _check_numbers(a, b, file_a.filename, file_b.filename)
     sums = _Sums(x.shape, _ulp_of(a, x), _ulp_of(b, y))
     for where in hdf5.blocks(x.shape, BLOCK):
         sums.add(hdf5.read_array(x, where), hdf5.read_array(y, where), a.visible(where), where)
@@ -206,15 +226,19 @@ def _compare(file_a: "h5py.File", file_b: "h5py.File", a: Entry, b: Entry) -> Si
 
 
 def _check_numbers(a: Entry, b: Entry, path_a: object, path_b: object) -> None:
-    """ValueError where two entries of one shape have different samples, heads or rows."""
+    """ValueError where two entries have different samples, heads or rows."""
     for name in ("samples", "heads", "rows"):
         of_a, of_b = getattr(a, name), getattr(b, name)
-        if name == "rows" and "query" in a.axes + b.axes:
-            whole = tuple(range(a.lengths[0])) if a.lengths else None
-            of_a, of_b = (whole if rows is None else rows for rows in (of_a, of_b))
+        if name == "rows" and (of_a is None) != (of_b is None):
+            of_a, of_b = _all_rows(a), _all_rows(b)
         if of_a and of_b and of_a != of_b:
             raise ValueError(f"{a.name}: {name} {ranges(of_a)} in {path_a}, {ranges(of_b)} in {path_b}: give two dumps "
                              f"of the same {name}")
+
+
+def _all_rows(e: Entry) -> tuple[int, ...] | None:
+    axis = next((i for i, name in enumerate(e.axes) if name in ("query", "token")), None)
+    return e.rows if e.rows is not None or axis is None else tuple(range(e.shape[axis]))
 
 
 def _ulp_of(entry: Entry, dataset: "h5py.Dataset") -> tuple[int, int, int] | None:
@@ -236,9 +260,9 @@ def ulp_errors(a: Dump, b: Dump, site: str, *, layer: int | None = None) -> np.n
         ValueError: the site is not in both, or the shapes differ.
     """
     in_a, in_b = a.entry(site, layer=layer), b.entry(site, layer=layer)
+    _check_numbers(in_a, in_b, a.path, b.path)
     if in_a.shape != in_b.shape:
         raise ValueError(f"{in_a.name} has shape {in_a.shape} in {a.path}, {in_b.shape} in {b.path}")
-    _check_numbers(in_a, in_b, a.path, b.path)
     with _opened(a.path) as file_a, _opened(b.path) as file_b:
         x, y = file_a[in_a.dataset], file_b[in_b.dataset]
         sums = _Sums(x.shape, _ulp_of(in_a, x), _ulp_of(in_b, y))

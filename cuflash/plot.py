@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash.audit_map import ErrorMap
-from cuflash.diff import Diff, ulp_errors
+from cuflash.diff import Diff, told_apart, ulp_errors
 from cuflash.dump_file import Dump, Entry
 from cuflash.errors import install
 from cuflash.formats import as_format, round_to
@@ -73,6 +73,11 @@ def _line(number: int) -> dict[str, Any]:
 
 def _letter(ax: "Axes", number: int, title: str) -> None:
     ax.set_title(f"({'abcdefghijkl'[number]}) {title}")
+
+
+def _notes(figure: "Figure", notes: Sequence[str]) -> None:
+    if notes:
+        figure.suptitle("\n".join(notes), x=0.01, horizontalalignment="left", fontsize=8)
 
 
 # ---- runs ---------------------------------------------------------------------------------------
@@ -328,6 +333,7 @@ def histograms(a: Dump, b: Dump, sites: Sequence[str], *, layer: int | None = No
                 ax.set_xlabel("(A − B) / ulp")
             if k % columns == 0:
                 ax.set_ylabel("% of values")
+        _notes(fig, told_apart(a.path, a.attributes, b.path, b.attributes))
         return fig
 
 
@@ -371,6 +377,7 @@ def differences(found: Diff) -> "Figure":
             ax.set_axisbelow(True)
         if other:
             share.set_title(f"{len(other)} more without an error in ulp")
+        _notes(fig, found.notes)
         return fig
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cuflash import diff as module
 from cuflash.attention import flash_attention_backward, flash_attention_forward
-from cuflash.diff import diff, diff_weights, matches, wasserstein
+from cuflash.diff import diff, diff_weights, matches, ulp_errors, wasserstein
 from cuflash.dump import read, recording
 from cuflash.formats import round_to, ulp
 from cuflash.model import checkpoint
@@ -166,6 +166,10 @@ def test_what_holds_no_real_numbers_is_the_same_or_not(tmp_path):
     (("heads", [0], [1]), "fwd/L00/attn.q: heads 0 in .*a.h5, 1 in .*b.h5: give two dumps of the same heads"),
     (("batch", [0], [1]), "fwd/L00/attn.q: samples 0 in .*a.h5, 1 in .*b.h5: give two dumps of the same samples"),
     (("rows", [0, 2], [0, 3]), "fwd/L00/attn.q: rows 0, 2 in .*a.h5, 0, 3 in .*b.h5: give two dumps of the same rows"),
+    (("heads", [0], None), "fwd/L00/attn.q: heads 0 in .*a.h5, 0, 1 in .*b.h5: give two dumps of the same heads"),
+    (("batch", None, [1]), "fwd/L00/attn.q: samples 0, 1 in .*a.h5, 1 in .*b.h5: give two dumps of the same samples"),
+    (("rows", [3], None), "fwd/L00/attn.q: rows 3 in .*a.h5, 0-19 in .*b.h5: give two dumps of the same rows"),
+    (("rows", [0, 2], [0]), "fwd/L00/attn.q: rows 0, 2 in .*a.h5, 0 in .*b.h5: give two dumps of the same rows"),
     (("rows", None, range(20)), None),
 ])
 def test_other_heads_samples_or_rows_are_not_compared(tmp_path, narrow, message):
@@ -179,6 +183,33 @@ def test_other_heads_samples_or_rows_are_not_compared(tmp_path, narrow, message)
         return
     with pytest.raises(ValueError, match=message):
         diff(tmp_path / "a.h5", tmp_path / "b.h5")
+    with pytest.raises(ValueError, match=message):
+        ulp_errors(read(tmp_path / "a.h5"), read(tmp_path / "b.h5"), "attn.q")
+
+
+def test_other_lengths_are_other_shapes(tmp_path):
+    for name, length in (("a", 20), ("b", 30)):
+        record(tmp_path / f"{name}.h5", *inputs(1, 1, 1, length, length, 8, seed=42)[:3], precision="bf16")
+    found = diff(tmp_path / "a.h5", tmp_path / "b.h5")
+    assert found.sites[0].shapes == ((1, 1, 20, 8), (1, 1, 30, 8)) and found.notes == []
+
+
+def test_dumps_of_other_steps_seeds_or_data_are_noted(tmp_path):
+    q, k, v, _ = inputs(1, 1, 1, 20, 20, 8, seed=43)
+    for name, value in (("a", v), ("b", v + 1)):
+        record(tmp_path / f"{name}.h5", q, k, value, precision="bf16")
+    a, b, out = (str(tmp_path / name) for name in ("a.h5", "b.h5", "x.json"))
+    assert diff(a, b).notes == [] and "note" not in run("diff", a, b, code=1)
+    with h5py.File(a, "r+") as f, h5py.File(b, "r+") as g:
+        f.attrs.update({"step": 101, "checkpoint": 100, "data_sha256": "0123456789"})
+        g.attrs.update({"step": 301, "checkpoint": 300, "data_sha256": "0123456789"})
+    note = f"{a} is of step 101, {b} of step 301"
+    assert run("diff", a, b, "--json", out, code=1).splitlines()[0] == f"note: {note}"
+    assert json.loads((tmp_path / "x.json").read_text())["notes"] == [note] == diff(a, b).notes
+    with h5py.File(b, "r+") as g:
+        g.attrs.update({"step": 101, "checkpoint": 101, "data_sha256": "abcdefghij", "seed": 7})
+    assert diff(a, b).notes == [f"{a} is of seed 0 and data 01234567 and checkpoint 100, "
+                                f"{b} of seed 7 and data abcdefgh and checkpoint 101"]
 
 
 def test_an_ulp_is_the_larger_one_of_two_formats_that_cover_other_ranges(tmp_path):

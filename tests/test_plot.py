@@ -150,7 +150,7 @@ def test_histograms_and_differences(dumps, tmp_path):
     with pytest.raises(ValueError, match="differ at no site: there is nothing"):
         plot.differences(diff(dumps / "a.h5", dumps / "a.h5"))
     with recording(tmp_path / "other.h5", "attn.o,attn.v"):
-        flash_attention_forward(q, k, v, precision="bf16")
+        flash_attention_forward(*inputs(1, 2, 2, 50, 50, 8, seed=53)[:3], precision="bf16")
     found = diff(dumps / "a.h5", tmp_path / "other.h5")
     with pytest.raises(ValueError, match="differ at no site that has an error in ulp, but in fwd/L00/attn.v, fwd/L00/attn"):
         plot.differences(found)
@@ -169,6 +169,19 @@ def test_a_diffs_json(dumps, tmp_path):
     run("plot", file, *options, str(tmp_path / "z.svg"))
     assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "z.svg").read_bytes()
     assert (tmp_path / "z.svg").read_bytes() != (tmp_path / "y.svg").read_bytes()
+
+
+def test_dumps_of_other_steps_have_a_note_in_the_figure_and_in_the_terminal(dumps, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.h5").write_bytes((dumps / f"{name}.h5").read_bytes())
+    with h5py.File(tmp_path / "b.h5", "r+") as f:
+        f.attrs["step"] = 7
+    a, b, file = (str(tmp_path / name) for name in ("a.h5", "b.h5", "x.json"))
+    note = f"note: {a} is of step 0, {b} of step 7"
+    run("diff", a, b, "--json", file, code=1)
+    for sources in ((a, b), (a, b, "--kind", "diff"), (file,)):
+        text = run("plot", *sources, "-o", str(tmp_path / "x.svg"))
+        assert text.splitlines()[0] == note and note[6:] in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 def test_error_maps():
