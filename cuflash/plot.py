@@ -106,7 +106,8 @@ def runs(metrics: Mapping[str, Sequence[Mapping[str, float]]]) -> "Figure":
             norm.plot(steps, column("norm"), **_line(i))
             ties.plot(steps, 100 * column("ties") / column("rows"), **_line(i))
         norm.set_yscale("log")
-        ties.set_ylim(bottom=0, top=max(1.0, ties.get_ylim()[1]))  # runs without ties: a line at 0, no scale of its own
+        top = max(1.0, ties.get_ylim()[1])  # runs without ties have a line at 0, no scale of its own
+        ties.set_ylim(-0.04 * top, top)  # and it does not lie on the axis
         for k, (ax, title, unit) in enumerate(
             ((loss, "Loss", "nats a token"), (norm, "Gradient norm", "‖g‖₂, before clipping"),
              (ties, "Rows with tied maxima", "% of attention's rows"))):

@@ -58,6 +58,9 @@ def test_runs():
     assert [t.get_text() for t in loss.get_legend().get_texts()] == ["one", "two", "validation"]
     assert loss.lines[0].get_color() != loss.lines[-2].get_color() and loss.lines[0].get_linestyle(
     ) != loss.lines[2].get_linestyle()
+    (none,) = plot.runs({"none": [row | {"ties": 0} for row in rows]}).axes[2].lines
+    low, high = none.axes.get_ylim()
+    assert low < 0 == none.get_ydata().max() and high == 1  # above the axis, where it is seen
     for word in ("step", "nats a token", "% of attention's rows"):
         assert word in texts(figure)
 
