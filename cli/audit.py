@@ -122,8 +122,17 @@ def _is_run(source: str) -> bool:
     import h5py
     if not h5py.is_hdf5(source):
         return source.endswith(".safetensors") and is_gpt2(source)
-    with h5py.File(source, "r") as f:
-        return str(f.attrs.get("format", "")).startswith("cuflash checkpoint")
+    try:
+        with h5py.File(source, "r") as f:
+            format, checkpoint = str(f.attrs.get("format", "")), f.attrs.get("checkpoint", "STEP")
+    except OSError as e:
+        raise ValueError(f"{source} is a damaged HDF5 file: {e}") from e
+    if format.startswith("cuflash dump"):
+        raise ValueError(f"{source} is a dump; audit its run: cuflash audit RUN@{checkpoint} (or a file of the "
+                         "arrays q, k, v, do, where it is of calls in no run)")
+    if format.startswith("cuflash audit"):
+        raise ValueError(f"{source} is what audit -o wrote: cuflash plot {source} -o errors.png draws it")
+    return format.startswith("cuflash checkpoint")
 
 
 def _precisions(given: Sequence[str | Precision], options: dict[str, Any]) -> list[Precision]:
@@ -153,6 +162,8 @@ def _of_file(file: str, options: dict[str, Any]) -> _Work:
             raise ValueError(f"--{option} is for a run; {file} holds one layer's arrays")
     precisions, fix = _precisions(("bf16", "bf16-fa2"), options), as_fix(options["fix"] or "off")
     arrays = read_tensors(file, KEYS, OPTIONAL)
+    if options["out"] and "do" not in arrays:
+        raise ValueError(f"-o {options['out']}: the errors of δ need do, which {file} does not have; drop -o or save do")
     capture = Capture.of(**arrays, **{name: options[name]
                                       for name in ("causal", "scale", "layout", "layer")},
                          heads=numbers("--heads",

@@ -113,17 +113,19 @@ def _sites(found: Diff, everything: bool) -> Iterable[str]:
     shown = [s for s in found.sites if s.differs or everything]
     if not shown:
         return
-    width = max(24, *(len(s.name) for s in shown))
+    width = max(20, *(len(s.name) for s in shown))
+    formats = ["/".join(dict.fromkeys(s.formats)) for s in shown]
+    wide = max(6, *map(len, formats))
     yield ""
-    yield (f"  {'A − B':<{width}} {'equal':>7} {'max abs':>8} {'max ulp':>8} {'mean':>8}"
+    yield (f"  {'A − B':<{width}} {'format':<{wide}} {'equal':>7} {'max abs':>8} {'max ulp':>8} {'mean':>8}"
            f"  {'signed mean ulp':>20} {'z':>6}  {'1 − cos':>7}")
-    for s in shown:
+    for s, format in zip(shown, formats):
         if s.shapes is not None:
-            yield f"  {s.name:<{width}} shapes {s.shapes[0]} and {s.shapes[1]}"
+            yield f"  {s.name:<{width}} {format:<{wide}} shapes {s.shapes[0]} and {s.shapes[1]}"
             continue
         bad = f"  {s.nonfinite:,} not finite" if s.nonfinite else ""
-        yield (f"  {s.name:<{width}} {_share(s.equal):>7} {s.max_abs:>8.1e} {_ulp(s.max_ulp):>8} "
-               f"{_ulp(s.mean_ulp):>8}  {_signed(s.signed_ulp):>10} ± {s.se:<7.1g} {_z(s.z):>6}"
+        yield (f"  {s.name:<{width}} {format:<{wide}} {_share(s.equal):>7} {s.max_abs:>8.1e} {_ulp(s.max_ulp):>8} "
+               f"{_ulp(s.mean_ulp):>8}  {_signed(s.signed_ulp):>10} ± {s.se:<7.1g} {_z(s):>6}"
                f"  {1 - s.cosine:>7.0e}{bad}")
     same = [s.name for s in found.sites if not s.differs]
     if same and not everything:
@@ -172,7 +174,10 @@ def _ulp(x: float) -> str:
     return f"{x:.3g}" if x < 1e5 else f"{x:.1e}"
 
 
-def _z(z: float) -> str:
+def _z(s: SiteDiff) -> str:
+    if not s.se > 0:  # errors that are all alike, or one of them: no measure of chance
+        return "–"
+    z = s.z
     return f"{z:+.1f}" if abs(z) < 100 else f"{z:+.0f}" if abs(z) < 1e5 else f"{z:+.0e}"
 
 

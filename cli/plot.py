@@ -147,7 +147,11 @@ def _heat(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
     from cuflash.dump import read
     dump = read(sources[0])
-    sites = options["sites"].split(",") if options["sites"] else ["attn.s", "attn.p"]
+    there = {e.site for e in dump.entries}
+    sites = options["sites"].split(",") if options["sites"] else [s for s in ("attn.s", "attn.p") if s in there]
+    if not sites:
+        raise ValueError(f"{dump.path} has neither attn.s nor attn.p, which are drawn by default: name others with "
+                         "axes query and key by --sites, or dump these too, as by cuflash dump --sites attn")
     return plot.heat_maps(dump, sites=sites, layer=_layer(dump, options), sample=options["sample"],
                           head=options["head"])
 
@@ -156,6 +160,10 @@ def _row(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
     from cuflash.dump import read
     dump = read(sources[0])
+    missing = [s for s in ("attn.p", "attn.v") if all(e.site != s for e in dump.entries)]
+    if missing:
+        raise ValueError(f"--kind row draws a row of attn.p and a column of attn.v, and {dump.path} has no "
+                         f"{' and no '.join(missing)}: dump both, as by cuflash dump --sites attn")
     layer = _layer(dump, options)
     e = dump.entry("attn.p", layer=layer)
     query = options["query"] if options["query"] is not None else (e.rows or range(e.shape[-2]))[-1]

@@ -130,8 +130,19 @@ def test_mistakes_without_a_run(tmp_path):
     np.savez(tmp_path / "x.npz", **{n: np.ones((1, 1, 4, 4), np.float32) for n in "qkv"})
     assert "--step is for a run" in run("audit", str(tmp_path / "x.npz"), "--step", "1", code=2)
     text = run("audit", str(tmp_path / "x.npz"), "-o", str(tmp_path / "o.h5"), code=2)
-    assert "needs do, and the capture has none" in text and not (tmp_path / "o.h5").exists()
+    (line,) = text.splitlines()  # before any work
+    assert "the errors of δ need do, which " in line and not (tmp_path / "o.h5").exists()
     with h5py.File(tmp_path / "y.h5", "w") as f:
         f["x"] = np.zeros(2)
     with pytest.raises(ValueError, match="not 'cuflash audit 1'"):
         read_maps(tmp_path / "y.h5")
+
+
+def test_what_cuflash_wrote_and_is_no_capture_says_what_to_do(trained, tmp_path):
+    dump, errors = str(tmp_path / "d.h5"), str(tmp_path / "e.h5")
+    run("dump", f"{trained}@2", "-o", dump)
+    run("audit", str(trained), "--layers", "0", "--no-cures", "-o", errors)
+    assert f"{dump} is a dump; audit its run: cuflash audit RUN@2" in run("audit", dump, code=2)
+    assert f"cuflash plot {errors} -o errors.png draws it" in run("audit", errors, code=2)
+    (tmp_path / "cut.h5").write_bytes((tmp_path / "d.h5").read_bytes()[:3000])
+    assert "cut.h5 is a damaged HDF5 file" in run("audit", str(tmp_path / "cut.h5"), code=2)

@@ -93,6 +93,18 @@ def test_standard_error_of_independent_errors_and_of_columns_that_err_alike(tmp_
     assert found["free"].se == pytest.approx(free.std() / math.sqrt(x.size), rel=0.2)
 
 
+def test_the_table_has_the_formats_and_no_z_of_errors_that_are_all_alike(tmp_path):
+    q, k, v, _ = inputs(1, 2, 2, 20, 20, 8, seed=44)
+    v[...] = 1.3
+    a, b = (str(record(tmp_path / f"{p}.h5", q, k, v, precision=p)) for p in ("bf16", "fp32"))
+    rows = {line.split()[0]: line.split() for line in run("diff", a, b, code=1).splitlines() if line[:2] == "  "}
+    assert rows["A"][3] == "format"
+    assert rows["fwd/L00/attn.q"][1] == "bf16/fp32" and rows["fwd/L00/attn.lse"][1] == "fp32"
+    assert rows["fwd/L00/attn.v"][-4:-1] == ["±", "0", "–"] and float(rows["fwd/L00/attn.q"][-2])
+    found = {s.site: s for s in diff(a, b).sites}
+    assert found["attn.v"].se == 0 and math.isinf(found["attn.v"].z)
+
+
 def test_equal_dumps_and_the_exit_code(tmp_path):
     q, k, v, do = inputs(1, 2, 1, 30, 30, 8, seed=34)
     a = record(tmp_path / "a.h5", q, k, v, do, precision="bf16-fa2")

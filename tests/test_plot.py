@@ -236,6 +236,20 @@ def test_mistakes(dumps, tmp_path, monkeypatch, arguments, message):
     assert message in text and "Traceback" not in text and not pathlib.Path("x.png").exists()
 
 
+@pytest.mark.parametrize("site, options, message", [
+    ("attn.o", (), "has neither attn.s nor attn.p, which are drawn by default: name others with axes query and key by"),
+    ("attn.p", ("--kind", "row"), "draws a row of attn.p and a column of attn.v, and x.h5 has no attn.v: dump both"),
+    ("attn.o", ("--kind", "row"), "x.h5 has no attn.p and no attn.v: dump both"),
+    ("attn.p", (), None),
+])
+def test_a_dump_without_the_sites_drawn_by_default(tmp_path, monkeypatch, site, options, message):
+    monkeypatch.chdir(tmp_path)
+    with recording("x.h5", site):
+        flash_attention_forward(*inputs(1, 1, 1, 8, 8, 8, seed=57)[:3], precision="bf16")
+    text = run("plot", "x.h5", *options, "-o", "x.png", code=2 if message else 0)
+    assert message is None or message in " ".join(text.split())
+
+
 def test_the_page_as_printed(tmp_path, monkeypatch):
     """Every command and the snippet of docs/dumps.md, in order; training is cut short."""
     page = (DOCS / "dumps.md").read_text(encoding="utf-8")
