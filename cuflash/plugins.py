@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 
+class MissingFile(ValueError):
+    """There is no such file of the user's; `path` is how it was named."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path!r}: no such file")
+        self.path = path
+
+
 def parse_parameters(text: str) -> dict[str, float]:
     """`cap=80,beta=2` -> {"cap": 80.0, "beta": 2.0}."""
     parameters = {}
@@ -23,9 +31,9 @@ def parse_parameters(text: str) -> dict[str, float]:
 
 
 def file_digest(path: str) -> str:
-    """SHA-256 of a file; ValueError if there is none."""
+    """SHA-256 of a file; MissingFile if there is none."""
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"{path!r}: no such file")
+        raise MissingFile(path)
     return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
 
 

@@ -5,7 +5,7 @@ from cuflash.model import checkpoint
 from cuflash.model.config import MODEL_KEYS, TrainConfig, resolve
 from cuflash.model.data import Data
 from cuflash.model.loss_scale import LossScale
-from cuflash.model.run import Run, checkpoint_of
+from cuflash.model.run import Run, checkpoint_of, of_users_files
 
 # What --precision sets anew.
 _OF_PRECISION = ("round", "set", "algorithm", "loss_scale")
@@ -18,7 +18,7 @@ def options(given: dict[str, Any]) -> dict[str, Any]:
         ValueError: `fork` is no checkpoint of a run, or the model would be another one.
     """
     source = given["fork"]
-    theirs = resolve(_run(source).config["train"]).to_dict()
+    theirs = _config(source).to_dict()
     for name in ("model", *MODEL_KEYS):
         if given.get(name, theirs[name]) != theirs[name]:
             raise ValueError(f"--fork {source} continues the same model; changed: --{name.replace('_', '-')} "
@@ -34,7 +34,7 @@ def state(config: TrainConfig, data: Data) -> tuple[checkpoint.State, list[str]]
     Raises:
         ValueError: the checkpoint is damaged, of a later step than the last, or its data have changed.
     """
-    path, theirs = checkpoint_of(config.fork, "--fork"), resolve(_run(config.fork).config["train"])
+    path, theirs = checkpoint_of(config.fork, "--fork"), _config(config.fork)
     found, header = checkpoint.load(path)
     if found.step >= config.steps:
         raise ValueError(f"--fork {config.fork}: is of step {found.step}; --steps {config.steps} leaves nothing to do: "
@@ -48,5 +48,7 @@ def state(config: TrainConfig, data: Data) -> tuple[checkpoint.State, list[str]]
     return found.cast(config.resolved_precision()), [note]
 
 
-def _run(source: str) -> Run:
-    return Run(checkpoint_of(source, "--fork").parent.parent)
+def _config(source: str) -> TrainConfig:
+    run = Run(checkpoint_of(source, "--fork").parent.parent)
+    with of_users_files(source, run.path):
+        return resolve(run.config["train"])

@@ -3,17 +3,20 @@
 Whole files are written beside their name and renamed; metrics.csv grows by whole lines, one write
 each. So a kill at any moment leaves nothing torn.
 """
+import contextlib
 import csv
 import io
+import math
 import os
 import pathlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cuflash.errors import ranges
+from cuflash.plugins import MissingFile
 from cuflash.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -57,13 +60,19 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        return tomllib.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        try:
+            return tomllib.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        except ValueError as e:
+            raise ValueError(f"{self.path / CONFIG} is damaged: {e}") from e
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv."""
-        with open(self.path / METRICS, newline="", encoding="utf-8") as f:
-            return [{k: float(v) if v else float("nan") for k, v in row.items()} for row in csv.DictReader(f)]
+        """The rows of metrics.csv, each a dict of its columns; NaN where nothing was measured."""
+        try:
+            with open(self.path / METRICS, newline="", encoding="utf-8") as f:
+                return [{k: float(v) if v else math.nan for k, v in row.items()} for row in csv.DictReader(f)]
+        except (ValueError, TypeError) as e:  # TypeError: a row with more columns than the header
+            raise ValueError(f"{self.path / METRICS} is damaged: {e}") from e
 
     def checkpoints(self) -> list[tuple[int, pathlib.Path]]:
         """(step, file), steps ascending."""
@@ -177,7 +186,7 @@ def checkpoint_of(source: str | os.PathLike[str], argument: str = "RUN",
         source, step, asked = name, int(digits), named
     path = pathlib.Path(source)
     if not path.exists():
-        raise ValueError(f"{named}: no such run folder or checkpoint")
+        raise ValueError(f"{named}: no such file or run folder")
     if path.is_file():
         return path
     found = dict(Run(path).checkpoints())
@@ -188,10 +197,34 @@ def checkpoint_of(source: str | os.PathLike[str], argument: str = "RUN",
     return found[max(found) if step is None else step]
 
 
+def run_step(source: str | os.PathLike[str]) -> tuple[Run, int | None] | None:
+    """The run, and the step if it is given, that RUN or RUN@STEP names; None for a file (a checkpoint, weights).
+
+    Raises:
+        ValueError: a folder that is no run.
+    """
+    name, _, digits = str(source).rpartition("@")
+    if os.path.exists(source) or not digits.isdecimal():
+        return (Run(source), None) if os.path.isdir(source) else None
+    return (Run(name), int(digits)) if os.path.isdir(name) else None
+
+
 def run_of(source: str | os.PathLike[str]) -> Run | None:
-    """The run that RUN or RUN@STEP names; None for a file (a checkpoint, weights)."""
-    folder = str(source) if os.path.exists(source) else str(source).rpartition("@")[0]
-    return Run(folder) if os.path.isdir(folder) else None
+    """The run that RUN or RUN@STEP names; None for a file."""
+    found = run_step(source)
+    return found and found[0]
+
+
+@contextlib.contextmanager
+def of_users_files(source: str | os.PathLike[str], folder: pathlib.Path) -> Iterator[None]:
+    """Around what loads the fix and rounding modes of a run: a ValueError that says which run wants which file."""
+    try:
+        yield
+    except MissingFile as e:
+        kept = folder / "plugins" / pathlib.Path(e.path).name
+        copy = f"copy {kept} to {e.path}, or " if kept.is_file() else ""
+        raise ValueError(f"{source} was trained with {e.path}, which is not here: {copy}call cuflash in the folder that "
+                         "it was trained in") from e
 
 
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:

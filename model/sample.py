@@ -10,7 +10,7 @@ from cuflash.model import weights
 from cuflash.model.blas import one_thread_if_small
 from cuflash.model.checkpoint import Header, load
 from cuflash.model.gpt import GPT
-from cuflash.model.run import checkpoint_of
+from cuflash.model.run import checkpoint_of, of_users_files
 from cuflash.philox import Key
 from cuflash.precision import Precision
 
@@ -94,7 +94,9 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> tuple[GPT, 
         header = Header(config, Precision.named("bf16-fa2").to_toml(), "off", 1, "", kind)
         one_thread_if_small(config.n_embd)
         return GPT(config, params, Precision.named("bf16-fa2")), header, 0
-    state, header = load(checkpoint_of(path, step=step), optimizer=False)
-    precision = Precision.from_toml(header.precision)
+    file = checkpoint_of(path, step=step)
+    state, header = load(file, optimizer=False)
     one_thread_if_small(header.model.n_embd)
-    return GPT(header.model, state.params, precision, header.fix), header, state.step
+    with of_users_files(path, file.parent.parent):
+        model = GPT(header.model, state.params, Precision.from_toml(header.precision), header.fix)
+    return model, header, state.step

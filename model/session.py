@@ -22,7 +22,7 @@ from cuflash.model.config import TrainConfig, from_toml, resolve
 from cuflash.model.data import Data, load
 from cuflash.model.gpu import refusal, use_gpu
 from cuflash.model.memory import in_bytes, keep_freed
-from cuflash.model.run import CONFIG, Run, next_free
+from cuflash.model.run import CONFIG, Run, next_free, of_users_files
 from cuflash.model.sample import decode, encode, generate, printable
 from cuflash.model.train import NonFinite, Trainer, header, train
 
@@ -172,7 +172,8 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
         raise ValueError(f"--resume --out {out}: no such folder")
     folder = Run(out)
     stored = folder.config
-    config, wanted = resolve(stored["train"]), resolve(stored["train"] | given)
+    with of_users_files(out, folder.path):
+        config, wanted = resolve(stored["train"]), resolve(stored["train"] | given)
     if changed := wanted.changed(config):
         listed = ", ".join(
             f"--{n.replace('_', '-')} {getattr(config, n)!r} -> {getattr(wanted, n)!r}" for n in changed

@@ -70,7 +70,7 @@ def test_a_loss_scale_begins_anew_with_the_precision(run):
 
 @pytest.mark.parametrize("arguments,message", [
     (("--fork", "a@4"), "--fork a@4: no such checkpoint in a; it has 3, 6"),
-    (("--fork", "nowhere@4"), "--fork nowhere@4: no such run folder or checkpoint"),
+    (("--fork", "nowhere@4"), "--fork nowhere@4: no such file or run folder"),
     (("--fork", "a@3", "--n-embd", 32), "--fork a@3 continues the same model; changed: --n-embd 16 -> 32"),
     (("--fork", "a@3", "--qk-norm"), "changed: --qk-norm False -> True"),
     (("--fork", "a@3", "--init", "a"), "a run begins from one of them"),

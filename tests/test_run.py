@@ -9,6 +9,7 @@ import tomllib
 import pytest
 
 from cuflash.model.run import Metrics, Run, next_free, to_toml, write_whole
+from tests.test_cli import run as command
 
 CONFIG = {
     "steps": 3,
@@ -124,3 +125,40 @@ def test_a_run_says_what_it_holds(tmp_path):
     (tmp_path / "r" / "dumps").mkdir()
     run.dump_path(8).touch()
     assert repr(run) == f"<Run {tmp_path / 'r'}: checkpoints 7-9, 20; dumps 8>"
+
+
+USERS = """
+import numpy as np
+from cuflash import Fix, Mode
+
+away = Mode("away", up=lambda fraction, rest, odd, negative, word: np.ones_like(rest), cuda="true")
+
+
+class Shift(Fix):
+    name = "shift"
+    parameters = {"by": 1.0}
+
+    def rule(self, r_m, ties):
+        return r_m + self.by
+"""
+
+
+@pytest.mark.parametrize("own", [("--fix", "my.py:Shift:by=2"), ("--round", "attn.p=bf16:my.py:away")])
+def test_a_run_whose_users_file_is_not_here_says_what_to_do(tmp_path, monkeypatch, own):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cuflash.model.session.SAMPLE_TOKENS", 5)
+    tiny = ("--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-size", "2", "--steps", "2",
+            "--data", "synthetic:words,size=5000", "--device", "cpu", "--precision", "bf16")
+    pathlib.Path("my.py").write_text(USERS)
+    command("train", *tiny, *own, "--out", "r")
+    pathlib.Path("my.py").unlink()
+    kept = pathlib.Path("r", "plugins", "my.py")
+    message = f" was trained with my.py, which is not here: copy {kept} to my.py, or call cuflash in the folder"
+    file = str(Run("r").checkpoint_path(2))
+    for source, arguments in (("r", ["sample", "r"]), ("r@2", ["eval", "r@2"]), ("r", ["dump", "r", "-o", "x.h5"]),
+                              (file, ["audit", file, "--data", "pydoc"]), ("r", ["export", "r", "-o", "x.safetensors"]),
+                              ("r", ["train", "--resume", "--out", "r", "--steps", "3"]),
+                              ("r@2", ["train", "--fork", "r@2", "--steps", "3", "--out", "f"])):
+        assert f"Error: {source}{message}" in command(*arguments, code=2), arguments
+    pathlib.Path("my.py").write_bytes(kept.read_bytes())
+    assert command("sample", "r", "--tokens", "2")

@@ -106,6 +106,6 @@ def test_the_command(tmp_path, monkeypatch):
         "r/checkpoints/step_00000009.h5", "--prompt", "xy", "--tokens", "5", code=0
     )
     assert "--step 4: no such checkpoint in r; it has 3, 9" in sample("r", "--step", "4", code=2)
-    assert "no such run folder or checkpoint" in sample("nowhere", code=2)
+    assert "no such file or run folder" in sample("nowhere", code=2)
     assert "is not a run folder" in sample(".", code=2)
     assert "'--temperature'" in sample("r", "--temperature", "-1", code=2)

@@ -176,7 +176,7 @@ def test_damaged_and_missing_files_name_themselves(here):
         text = cuflash("train", *TINY, "--init", "w.safetensors", "--out", "a", code=2)
         assert message in text and not (here / "a").exists()
     assert "--init no.safetensors: no such file" in cuflash("train", *TINY, "--init", "no.safetensors", code=2)
-    assert "--init no@3: no such run folder" in cuflash("train", *TINY, "--init", "no@3", code=2)
+    assert "--init no@3: no such file or run folder" in cuflash("train", *TINY, "--init", "no@3", code=2)
     save_file({"x": np.zeros(3)}, "w.safetensors")
     with pytest.raises(ValueError, match="not GPT-2's weights: .* this has x"):
         weights.read("w.safetensors")
