@@ -149,16 +149,16 @@ class Dump:
 
     def entry(self, site: str, *, layer: int | None = None, direction: str | None = None,
               module: str | None = None) -> Entry:
-        """Where a site is; an argument that is None may be anything, if that leaves one place, and the first
-        direction is taken.
+        """Where a site is: `attn.p`, or with what lies before it, `L01/attn.p`, `fwd/L01/attn.p`. An argument that
+        is None may be anything, if that leaves one place, and the first direction is taken.
 
         Raises:
             ValueError: it is not in the file, or in several places; the message lists them.
         """
-        name = site if any(e.site == site for e in self.entries) else site.removesuffix(".bias")
-        there = [e for e in self.entries if e.site == name and e.name.endswith(f"/{site}")]
+        there = [e for e in self.entries if f"/{e.dataset}".endswith(f"/{site}")]
         if not there:
-            raise unknown(f"site in {self.path}", site, dict.fromkeys(e.site for e in self.entries))
+            valid = list(self) if "/" in site else dict.fromkeys(n.rpartition("/")[2] for n in self)
+            raise unknown(f"site in {self.path}", site, valid)
         found = [e for e in there if layer in (None, e.layer) and direction in (None, e.direction)
                  and module in (None, e.module)]
         if not found:
@@ -193,8 +193,11 @@ class Dump:
 
     def _array(self, entry: Entry, where: tuple[slice, ...]) -> np.ndarray:
         import h5py
-        with h5py.File(self.path, "r") as f:
-            return hdf5.read_array(f[entry.dataset], where)
+        try:
+            with h5py.File(self.path, "r") as f:
+                return hdf5.read_array(f[entry.dataset], where)
+        except (OSError, KeyError) as e:
+            raise ValueError(f"dump {self.path}: {entry.name} is damaged ({e})") from e
 
 
 def read(path: str | os.PathLike[str]) -> Dump:

@@ -471,8 +471,31 @@ def test_foreign_and_damaged_files(tmp_path):
     (tmp_path / "text.h5").write_text("hello")
     with h5py.File(tmp_path / "other.h5", "w") as f:
         f["x"] = np.zeros(3)
+    whole, data = path.read_bytes(), read(path)
+    with h5py.File(path, "r") as f:
+        at = f[data.entries[0].dataset].id.get_chunk_info(0)
+    (tmp_path / "chunk.h5").write_bytes(whole[:at.byte_offset] + bytes(at.size) + whole[at.byte_offset + at.size:])
+    with pytest.raises(ValueError, match="chunk.h5: fwd/L00/attn.q is damaged"):
+        read(tmp_path / "chunk.h5").read("attn.q")
     for name, message in (("cut", "damaged, cut short or not HDF5"), ("text",
                                                                       "damaged, cut short or not HDF5"),
                           ("other", "but not a dump of cuflash"), ("none", "no such file")):
         with pytest.raises(ValueError, match=message):
             read(tmp_path / f"{name}.h5")
+
+
+def test_a_name_as_diff_prints_it(tmp_path):
+    q, k, v, _ = inputs(1, 2, 2, 20, 20, 8, seed=15)
+    with recording(tmp_path / "x.h5"):
+        for layer in range(2):
+            flash_attention(q + layer, k, v, precision="bf16", key=Key(0, layer=layer))
+    d = read(tmp_path / "x.h5")
+    for name in ("fwd/L01/attn.p", "L01/attn.p", "step_00000000/fwd/L01/attn.p"):
+        assert np.array_equal(d.read(name), d["fwd/L01/attn.p"]) and d.entry(name).layer == 1
+    assert np.array_equal(d.read("L01/attn.p", head=1, sample=0), d.read("attn.p", layer=1, head=1, sample=0))
+    with pytest.raises(ValueError, match="unknown site in .*x.h5 'fwd/L02/attn.p': did you mean 'fwd/L0[01]/attn.p'"):
+        d.read("fwd/L02/attn.p")
+    with pytest.raises(ValueError, match="fwd/L01/attn.p is not in .* at layer 0; it has fwd/L01/attn.p"):
+        d.read("fwd/L01/attn.p", layer=0)
+    with pytest.raises(ValueError, match="attn.p is in several places"):
+        d.read("attn.p")
