@@ -117,7 +117,7 @@ def _is_run(source: str) -> bool:
         return True
     if not os.path.exists(source):
         if "@" not in source:
-            raise ValueError(f"{source!r} does not exist")
+            raise ValueError(f"{source}: no such file or run folder")
         return checkpoint_of(source).is_file()
     import h5py
     if not h5py.is_hdf5(source):

@@ -13,6 +13,7 @@ from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_TEXT, check_one_on_stdout, written
 from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
 from cuflash.errors import ranges
+from cuflash.model.run import CHECKPOINT, checkpoint_of, run_step
 
 SORTS = {
     "order": lambda s: s.order,
@@ -28,8 +29,8 @@ SORTS = {
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @click.option(
-    "--site", "names", multiple=True, metavar="NAME",
-    help="Only these: a site, a prefix as attn or fwd/L01, or a pattern as '*/L0[01]/attn.*'; repeatable.")
+    "--sites", "--site", "names", multiple=True, metavar="NAMES",
+    help="Only these, with commas between: a site, a prefix as attn or fwd/L01, a pattern as '*/L0[01]/attn.*'; repeatable.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="order", show_default=True,
               help="Order of the lines: of execution, by signed mean error in standard errors, …")
 @click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
@@ -43,32 +44,37 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
          step: int | None, csv_file: str | None, json_file: str | None) -> None:
     """How two files differ: dumps site by site, runs weight by weight, any HDF5 files dataset by dataset.
 
-    A and B are dumps, run folders (see --step), or HDF5 files with datasets of the same names. Differences are A − B.
+    A and B are dumps, runs (RUN@STEP, or RUN and --step), or HDF5 files with datasets of the same names. Differences
+    are A − B.
     The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
 
     \b
     cuflash diff bf16.h5 fp32.h5
-    cuflash diff bf16.h5 fp32.h5 --site fwd/L01 --site attn.o --sort signed --csv sites.csv
+    cuflash diff bf16.h5 fp32.h5 --sites fwd/L01,attn.o --sort signed --csv sites.csv
     cuflash diff runs/nano-bf16-off runs/nano-bf16-qiu-b7 --step 800
+    cuflash diff runs/nano-bf16-off@400 runs/nano-bf16-off@800
     """
     with user_errors():
+        names = tuple(name for text in names for name in text.split(","))
         quiet = check_one_on_stdout(csv=csv_file, json=json_file)
-        folders = [pathlib.Path(x).is_dir() for x in (a, b)]
-        if folders[0] != folders[1]:
-            raise ValueError(f"{a} and {b} are a file and a folder: give two dumps or two run folders")
-        if folders[0]:
+        of_runs = [run_step(x) for x in (a, b)]
+        if (of_runs[0] is None) != (of_runs[1] is None):
+            raise ValueError(f"{a} and {b} are a file and a run: give two dumps, or two runs as RUN or RUN@STEP")
+        if of_runs[0] is not None:
             if names or sort != "order":
-                raise ValueError(f"{'--site' if names else '--sort'} is for dumps; runs are compared weight by weight")
-            found_step, files = _checkpoints(a, b, step)
+                raise ValueError(f"{'--sites' if names else '--sort'} is for dumps; runs are compared weight by weight")
+            steps, files = _checkpoints(a, b, step)
             weights = diff_weights(*files)
             rows: list[Any] = weights
             data: dict[str, Any] = {
-                "a": a, "b": b, "step": found_step, "weights": [plain(_row(w)) for w in weights]
+                "a": a, "b": b, "step": steps[0] if len(set(steps)) == 1 else steps,
+                "weights": [plain(_row(w)) for w in weights]
             }
-            lines, differs = _weights(weights, found_step, everything), any(w.differs for w in weights)
+            at = f"{steps[0]}" if len(set(steps)) == 1 else f"{steps[0]} of {a} and {steps[1]} of {b}"
+            lines, differs = _weights(weights, at, everything), any(w.differs for w in weights)
         else:
             if step is not None:
-                raise ValueError(f"--step {step}: {a} is a file; steps are of run folders")
+                raise ValueError(f"--step {step}: {a} is a file; steps are of runs")
             found = compare(a, b, names)
             found.sites.sort(key=SORTS[sort])
             rows, data = found.sites, found.to_dict()
@@ -83,18 +89,21 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
     ctx.exit(int(differs))
 
 
-def _checkpoints(a: str, b: str, step: int | None) -> tuple[int, list[pathlib.Path]]:
-    from cuflash.model.run import Run
-    kept = [dict(Run(x).checkpoints()) for x in (a, b)]
-    common = sorted(kept[0].keys() & kept[1].keys())
-    if step is None and not common:
-        raise ValueError(
-            f"{a} and {b} have no checkpoint of one step: {ranges(kept[0])} and {ranges(kept[1])}")
-    step = common[-1] if step is None else step
-    for x, files in zip((a, b), kept):
-        if step not in files:
-            raise ValueError(f"--step {step}: {x} has no such checkpoint; it has {ranges(files)}")
-    return step, [files[step] for files in kept]
+def _checkpoints(a: str, b: str, step: int | None) -> tuple[list[int], list[pathlib.Path]]:
+    """Steps and files: those that RUN@STEP names, else --step's, else the last that both have."""
+    runs = [run_step(x) for x in (a, b)]
+    named = [s for r in runs if r and (s := r[1]) is not None]
+    if named and step is not None:
+        raise ValueError(f"--step {step}: {a if runs[0] and runs[0][1] is not None else b} names its step; drop one of them")
+    kept = [dict(r[0].checkpoints()) for r in runs if r]
+    common = kept[0].keys() & kept[1].keys()
+    if not named and step is None:
+        if not common:
+            raise ValueError(f"{a} and {b} have no checkpoint of one step ({ranges(kept[0])} and {ranges(kept[1])}): "
+                             "name them as RUN@STEP")
+        step = max(common)
+    files = [checkpoint_of(x, step=step) for x in (a, b)]
+    return [int(found[1]) for f in files if (found := CHECKPOINT.fullmatch(f.name))], files
 
 
 # ---- the report ---------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ def _where(s: SiteDiff) -> str:
     return f" [{', '.join(map(str, s.first))}]: {s.a:.9g} in {s.formats[0]}, {s.b:.9g} in {s.formats[1]}"
 
 
-def _weights(weights: list[WeightDiff], step: int, everything: bool) -> Iterable[str]:
+def _weights(weights: list[WeightDiff], step: str, everything: bool) -> Iterable[str]:
     same = [w.name for w in weights if not w.differs]
     shown = weights if everything else [w for w in weights if w.differs]
     if len(same) == len(weights):

@@ -1,8 +1,10 @@
 """`cuflash plot`: figures of runs, dumps, differences and audits."""
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +13,7 @@ from click.core import ParameterSource
 from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_FILE
 from cuflash.errors import unknown
+from cuflash.model.run import Run, run_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +38,7 @@ TAKES = {
 
 
 @click.command(epilog="Kinds: " + "; ".join(f"{kind}, {text}" for kind, text in KINDS.items()) + ".")
-@click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True), metavar="SOURCE…")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
 @click.option("--kind", metavar="KIND", help="What to draw; by default the first kind that fits the sources.")
 @click.option("-o", "--out", required=True, type=OUT_FILE,
               help="A .png, .svg or .pdf file.")
@@ -55,7 +58,8 @@ TAKES = {
 def plot(ctx: click.Context, sources: tuple[str, ...], kind: str | None, out: str, dpi: int, **options: Any) -> None:
     """Draw a run or several, a dump, two dumps, or an audit.
 
-    SOURCE is a run folder, a dump, the -o file of an audit, or what --json of a diff or a Monte Carlo wrote.
+    SOURCE is a run folder (of RUN@STEP up to that step), a dump, the -o file of an audit, or what --json of a diff or
+    a Monte Carlo wrote.
 
     \b
     cuflash plot runs/nano-bf16-off runs/nano-bf16-qiu-b7 -o curves.pdf
@@ -92,19 +96,42 @@ def plot(ctx: click.Context, sources: tuple[str, ...], kind: str | None, out: st
 
 
 def _what(source: str) -> str:
-    if os.path.isdir(source):
+    if run_step(source):
         return "run"
+    if not os.path.exists(source):
+        raise ValueError(f"{source}: no such file or run folder")
     if source.endswith(".json"):
-        return "diff" if "sites" in _json(source) else "bias"
+        return _what_json(source)
     import h5py
     if not h5py.is_hdf5(source):
-        raise ValueError(f"{source}: not a run folder, an HDF5 or a JSON file of cuflash")
-    with h5py.File(source, "r") as f:
-        format = str(f.attrs.get("format", ""))
+        more = f"; diff's --json is drawn, its --csv is not: {_DIFF_JSON}" if source.endswith(".csv") else ""
+        raise ValueError(f"{source}: not a run folder, an HDF5 or a JSON file of cuflash{more}")
+    try:
+        with h5py.File(source, "r") as f:
+            format = str(f.attrs.get("format", ""))
+    except OSError as e:
+        raise ValueError(f"{source}: damaged or cut short ({e})") from e
     for name in ("dump", "audit"):
         if format.startswith(f"cuflash {name}"):
             return name
     raise ValueError(f"{source}: an HDF5 file, but no dump and no audit" + (f" ({format})" if format else ""))
+
+
+_DIFF_JSON = "cuflash diff A B --json diff.json"
+_AUDIT_OUT = "cuflash audit … -o errors.h5, then cuflash plot errors.h5"
+
+
+def _what_json(source: str) -> str:
+    found = _json(source)
+    if "sites" in found and "only_a" in found:
+        return "diff"
+    if "bias" in found:
+        return "bias"
+    if "audits" in found or "layers" in found:
+        raise ValueError(f"{source} is what --json of an audit wrote; its -o file is drawn: {_AUDIT_OUT}")
+    if "weights" in found:
+        raise ValueError(f"{source} is the diff of two runs' weights, which is not drawn; that of two dumps is: {_DIFF_JSON}")
+    raise ValueError(f"{source} is not the JSON of cuflash diff ({_DIFF_JSON}) or of cuflash audit --monte-carlo")
 
 
 def _fitting(what: str, count: int) -> dict[str, Callable[[tuple[str, ...], dict[str, Any]], "Figure"]]:
@@ -125,22 +152,39 @@ def _fitting(what: str, count: int) -> dict[str, Callable[[tuple[str, ...], dict
 
 def _curves(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
-    from cuflash.model.run import Run
     names = [os.path.normpath(s) for s in sources]
     if len({os.path.basename(n) for n in names}) == len(names):
         names = [os.path.basename(n) for n in names]
-    metrics = {name: Run(s).metrics for name, s in zip(names, sources)}
-    for source, rows in zip(sources, metrics.values()):
+    metrics = {}
+    for name, source in zip(names, sources):
+        run, step = _run(source)
+        rows = run.metrics
         if not rows:
             raise ValueError(f"{source} has no row in its metrics.csv yet")
+        metrics[name] = [row for row in rows if row["step"] <= step]
+        _check_step(source, step, [row["step"] for row in rows])
     return plot.runs(metrics)
 
 
 def _spectral(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
     from cuflash import plot
-    from cuflash.model.run import Run
-    layers = Run(sources[0]).layers
-    return plot.spectral(layers.steps, layers)
+    run, step = _run(sources[0])
+    layers = run.layers
+    _check_step(sources[0], step, layers.steps)
+    there = layers.steps <= step
+    return plot.spectral(layers.steps[there], {name: layers[name][there] for name in layers})
+
+
+def _run(source: str) -> tuple[Run, float]:
+    """A run and the step up to which it is drawn."""
+    found = run_step(source)
+    assert found is not None  # as _what has it
+    return found[0], math.inf if found[1] is None else found[1]
+
+
+def _check_step(source: str, step: float, logged: Sequence[float]) -> None:
+    if len(logged) and not logged[0] <= step <= (math.inf if step == math.inf else logged[-1]):
+        raise ValueError(f"{source}: the run has logged steps {logged[0]:g} to {logged[-1]:g}")
 
 
 def _heat(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
@@ -246,6 +290,8 @@ def _bias(sources: tuple[str, ...], options: dict[str, Any]) -> "Figure":
 
 
 def _layer(dump: Any, options: dict[str, Any]) -> int | None:
-    """The chosen layer, or the first one of the dump."""
+    """The chosen layer, or the first one of the dump; None where --sites names layers itself."""
+    if options["layer"] is None and any(re.search(r"(^|/)L\d+/", s) for s in (options["sites"] or "").split(",")):
+        return None
     return options["layer"] if options["layer"] is not None else next(
         (e.layer for e in dump.entries if e.layer is not None), None)

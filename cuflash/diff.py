@@ -21,7 +21,7 @@ import numpy as np
 
 from cuflash import hdf5
 from cuflash.dump_file import STEP, Dump, Entry, datasets, is_dump
-from cuflash.errors import ranges
+from cuflash.errors import ranges, unknown
 from cuflash.formats import format_named
 
 if TYPE_CHECKING:
@@ -142,9 +142,10 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
         ValueError: a file is not HDF5 or is damaged, no name is in both, or none is left by `names`; dumps
             are of different samples, heads or rows.
     """
+    names = list(names)
     with _opened(a) as file_a, _opened(b) as file_b:
         try:
-            in_a, in_b = _entries(file_a, names), _entries(file_b, names)
+            in_a, in_b = _chosen(names, _entries(file_a), _entries(file_b), f"{a} and {b}")
             both = [n for n in in_a if n in in_b]
             if not both:
                 chosen = f" of those chosen by {', '.join(names)}" if names else ""
@@ -187,21 +188,33 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def _opened(path: str | os.PathLike[str]) -> "h5py.File":
     import h5py
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: no such file or run folder")
     try:
         return h5py.File(path, "r")
     except OSError as e:
         raise ValueError(f"{path} is damaged, cut short or not an HDF5 file ({e})") from e
 
 
-def _entries(file: "h5py.File", names: Iterable[str]) -> dict[str, Entry]:
+def _entries(file: "h5py.File") -> dict[str, Entry]:
     """Entries by name, in the order of execution; by their whole path where steps share names."""
-    names = list(names)
     found = [Entry.of(d) for d in datasets(file) if d.shape is not None]
     if len({e.name for e in found}) < len(found):
         found = [dataclasses.replace(e, name=e.dataset) for e in found]
-    found = sorted(found, key=lambda e: e.order)
-    return {e.name: e for e in found if not names or matches(STEP.sub("", e.name, count=1), names)}
+    return {e.name: e for e in sorted(found, key=lambda e: e.order)}
+
+
+def _chosen(names: list[str], a: dict[str, Entry], b: dict[str, Entry],
+            files: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """The entries that `names` chooses, all where it is empty; ValueError for one of them that fits nowhere."""
+    if not names:
+        return a, b
+    there = {n: STEP.sub("", n, count=1) for n in (*a, *b)}
+    for name in names:
+        if not any(matches(n, [name]) for n in there.values()):
+            short = [n if "/" in name else n.rpartition("/")[2] for n in there.values()]
+            raise unknown(f"site in {files}", name, dict.fromkeys(short))
+    chosen = {n for n, short in there.items() if matches(short, names)}
+    return {n: e for n, e in a.items() if n in chosen}, {n: e for n, e in b.items() if n in chosen}
 
 
 def _some(names: Iterable[str]) -> str:

@@ -260,7 +260,7 @@ def test_audit_mistakes(tmp_path, paper_file):
     assert "unknown layout 'bthb'" in mistake("audit", path, "--layout", "bthb")
     assert "--scale is -1.0" in mistake("audit", path, "--scale", "-1")
     assert "fp64" in mistake("audit", path, "--precision", "fp64")
-    assert "does not exist" in mistake("audit", str(tmp_path / "none"))
+    assert "no such file or run folder" in mistake("audit", str(tmp_path / "none"))
     (tmp_path / "text").write_text("hello, world, hello, world")
     assert "is not a safetensors, npz or HDF5 file" in mistake("audit", str(tmp_path / "text"))
     del given["v"]

@@ -368,15 +368,16 @@ def test_mistakes_of_the_command(tmp_path):
     for arguments, message in ((("a.h5", "b.h5"), "no dataset has one name in"),
                                (("a.h5", "none.h5"), "no such file"), (("a.h5", "text.h5"),
                                                                        "not an HDF5 file"),
-                               (("a.h5", "."), "a file and a folder"), ((".", "."), "is not a run folder"),
-                               (("a.h5", "a.h5", "--site", "zz"), "of those chosen by zz")):
-        text = run("diff", *(str(tmp_path / x) if x == "." or x.endswith("h5") else x for x in arguments),
+                               (("a.h5", "."), "is not a run folder"), (("a.h5", "a.h5", "--site", "xx"), "did you mean 'x'?"),
+                               (("a.h5", "b.h5", "--sites", "x,y"), "no dataset of those chosen by x, y has one name in"),
+                               (("a.h5", "b.h5@3"), "b.h5@3: no such file or run folder")):
+        text = run("diff", *(str(tmp_path / x) if x == "." or ".h5" in x else x for x in arguments),
                    code=2)
         assert message in " ".join(text.split()) and "Traceback" not in text, text
     assert a and b
 
 
-@pytest.mark.parametrize("option", [("--site", "h.0"), ("--sort", "ulp")])
+@pytest.mark.parametrize("option", [("--sites", "h.0"), ("--sort", "ulp")])
 def test_runs_take_no_options_of_dumps(tmp_path, option):
     folders = []
     for name in "ab":
@@ -384,6 +385,39 @@ def test_runs_take_no_options_of_dumps(tmp_path, option):
         save(folders[-1].checkpoint_path(3))
     text = run("diff", *(str(r.path) for r in folders), *option, code=2)
     assert f"{option[0]} is for dumps; runs are compared weight by weight" in text
+
+
+def test_sites_are_named_as_elsewhere(tmp_path):
+    q, k, v, do = inputs(1, 2, 1, 30, 30, 8, seed=45)
+    a, b = (str(record(tmp_path / f"{p}.h5", q, k, v, do, precision=p)) for p in ("bf16", "fp32"))
+    text = run("diff", a, b, "--sites", "attn.p,fwd/*/attn.o", code=1)
+    assert text == run("diff", a, b, "--site", "attn.p", "--sites", "fwd/*/attn.o", code=1)
+    rows = [line.split()[0] for line in text.splitlines() if line[:2] == "  "]
+    assert rows == ["A", "fwd/L00/attn.p", "fwd/L00/attn.o"]
+    for name, near in (("attn.oo", "'attn.o'"), ("fwd/L0/attn.p", "'fwd/L00/attn.p'")):
+        text = run("diff", a, b, "--sites", f"attn.p,{name}", code=2)
+        assert f"unknown site in {a} and {b} '{name}': did you mean " in text and near in text
+
+
+def test_steps_of_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("a", (3, 6, 9)), ("b", (3, 7))):
+        folder = Run.create(tmp_path / name, {})
+        for step in steps:
+            save(folder.checkpoint_path(step), {"ln_f.weight": np.float32(step)})
+    text = run("diff", "a@3", "a@6", "--json", "x.json", code=1)
+    assert text.startswith("weights at step 3 of a@3 and 6 of a@6, A − B")
+    (row,) = (line.split() for line in text.splitlines() if line.split()[0] == "ln_f.weight")
+    assert float(row[2]) == 3 and json.loads((tmp_path / "x.json").read_text())["step"] == [3, 6]
+    assert run("diff", "a@9", "a", "--csv", "x.csv").startswith("weights at step 9: ")  # the last
+    assert run("diff", "a@3", "b@3").startswith("weights at step 3: ")
+    assert run("diff", "a", "b").startswith("weights at step 3: ")  # the last that both have
+    for arguments, message in ((("a@4", "a"), "RUN a@4: no such checkpoint in a; it has 3, 6, 9"),
+                               (("a@3", "a", "--step", "6"), "--step 6: a@3 names its step; drop one of them"),
+                               (("a", "b@3", "--step", "3"), "--step 3: b@3 names its step"),
+                               (("a", "b", "--step", "6"), "--step 6: no such checkpoint in b; it has 3, 7"),
+                               (("a@3", "x.json"), "are a file and a run"), (("c@3", "a"), "are a file and a run")):
+        assert message in run("diff", *arguments, code=2)
 
 
 def test_runs_of_the_same_bits_are_one_line_and_only_what_differs_is_listed(tmp_path):

@@ -57,7 +57,7 @@ def test_version_and_unknown_words():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["audit", "nofile.npz"], "'nofile.npz' does not exist"), (["sample"], "Missing argument 'RUN'"),
+    (["audit", "nofile.npz"], "nofile.npz: no such file or run folder"), (["sample"], "Missing argument 'RUN'"),
     (["train", "--steps", "x"], "'--steps': 'x' is not a valid integer"), (["info", "--chekc"], "'--check'"),
     (["trian"], "did you mean 'train'?"), (["bench", "attention", "--against", "jax"], "'--against'"),
 ])

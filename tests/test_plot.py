@@ -10,6 +10,8 @@ import pytest
 from cuflash.attention import flash_attention_backward, flash_attention_forward
 from cuflash.audit_map import ErrorMap
 from cuflash.dump import read, recording
+from cuflash.model.layers import Layers
+from cuflash.model.run import Metrics, Run
 from cuflash.precision import Precision
 from tests.test_cli import run
 from tests.test_dump import inputs
@@ -83,6 +85,52 @@ def test_spectral():
     left, right = plot.spectral(np.array([10, 20, 30]), sparse).axes[:2]  # the other steps have statistics of sites
     assert left.images[0].get_array().shape == (12, 1) and "step 10" in right._left_title.get_text()
     assert np.array_equal(right.lines[1].get_ydata(), [1, 1, 1, 1])
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch):
+    """`r`, that logged steps 10, 20 and 30."""
+    monkeypatch.chdir(tmp_path)
+    folder = Run.create("r", {})
+    metrics = Metrics(folder.path / "metrics.csv", ["step", "loss", "norm", "ties", "rows", "val_loss"])
+    layers = Layers()
+    for step in (10, 20, 30):
+        metrics.write({"step": step, "loss": 4.0, "norm": 1.0, "ties": 0, "rows": 100})
+        layers.add(step, {f"spectral/L00/{n}": step for n in ("q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+                   | {"spectral/L00/q_heads": [step, step]})
+    metrics.close()
+    layers.save(folder.path / "layers.h5")
+    return folder
+
+
+def test_a_run_up_to_a_step(small_run, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, *rest: figures.append(figure))
+    run("plot", "r@20", "r", "-o", "x.png")
+    run("plot", "r@20", "--kind", "spectral", "-o", "x.png")
+    curves, spectral = figures
+    assert [list(line.get_xdata()) for line in curves.axes[0].lines] == [[10, 20], [10, 20, 30]]
+    assert [t.get_text() for t in curves.axes[0].get_legend().get_texts()] == ["r@20", "r"]
+    assert np.array_equal(spectral.axes[1].lines[0].get_ydata(), [20, 20])
+    for name, message in (("r@40", "r@40: the run has logged steps 10 to 30"), ("r@x", "r@x: no such file or run folder"),
+                          ("s@20", "s@20: no such file or run folder")):
+        assert message in run("plot", name, "-o", "x.png", code=2)
+
+
+@pytest.mark.parametrize("name, kind", [("metrics.csv", "curves"), ("layers.h5", "spectral")])
+def test_a_damaged_file_of_a_run_is_named(small_run, name, kind):
+    data = (small_run.path / name).read_bytes()
+    (small_run.path / name).write_bytes(data[:len(data) // 2] if kind == "spectral" else data.replace(b"4.0", b"4.x"))
+    text = run("plot", "r", "--kind", kind, "-o", "x.png", code=2)
+    assert f"r/{name}" in text and "damaged" in text
+
+
+def test_sites_by_their_places(dumps, tmp_path):
+    a, b = str(dumps / "a.h5"), str(dumps / "b.h5")
+    for sources, sites in (((a,), "fwd/L00/attn.p"), ((a,), "L00/attn.s,attn.p"), ((a, b), "fwd/L00/attn.p,attn.o")):
+        run("plot", *sources, "--sites", sites, "-o", str(tmp_path / "x.svg"))
+        assert all(site in (tmp_path / "x.svg").read_text(encoding="utf-8") for site in sites.split(","))
+    assert "fwd/L00/attn.p is not in" in run("plot", a, "--sites", "fwd/L00/attn.p", "--layer", "1", "-o", "x.svg", code=2)
 
 
 def test_heat_maps(dumps):
@@ -224,12 +272,23 @@ def test_files(dumps, tmp_path):
     (("a.h5", "-o", "x.png", "--layer", "3"), "at layer 3"),
     (("a.h5", "-o", "x.png", "--head", "5"), "head 5 is not in"),
     ((".", "-o", "x.png"), "is not a run folder"),
-    (("x.json", "-o", "x.png"), "is not the JSON of cuflash audit --monte-carlo"),
-    (("a.h5", "x.json", "-o", "x.png"), "are of several sorts"),
+    (("x.json", "-o", "x.png"), "is not the JSON of cuflash diff (cuflash diff A B --json diff.json) or of cuflash audit"),
+    (("audit.json", "-o", "x.png"), "is what --json of an audit wrote; its -o file is drawn: cuflash audit … -o errors.h5"),
+    (("weights.json", "-o", "x.png"), "is the diff of two runs' weights, which is not drawn"),
+    (("x.csv", "-o", "x.png"), "diff's --json is drawn, its --csv is not: cuflash diff A B --json diff.json"),
+    (("cut.h5", "-o", "x.png"), "cut.h5: damaged or cut short"),
+    (("none.h5", "-o", "x.png"), "none.h5: no such file or run folder"),
+    (("a.h5", "bias.json", "-o", "x.png"), "are of several sorts"),
+    (("bias.json", "-o", "x.png", "--layer", "1"), "a plot of kind bias takes none of these options"),
 ])
 def test_mistakes(dumps, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(dumps)
     pathlib.Path("x.json").write_text("{}")
+    pathlib.Path("audit.json").write_text('{"audits": []}')
+    pathlib.Path("weights.json").write_text('{"weights": []}')
+    pathlib.Path("bias.json").write_text('{"bias": []}')
+    pathlib.Path("x.csv").write_text("name,site\n")
+    pathlib.Path("cut.h5").write_bytes(pathlib.Path("a.h5").read_bytes()[:3000])
     with h5py.File("other.h5", "w") as f:
         f["x"] = np.zeros(1)
     text = " ".join(run("plot", *arguments, code=2).split())
