@@ -82,6 +82,15 @@ class Saved:
         if self.o_unrounded is not None:
             check_array("o_unrounded", self.o_unrounded, self.q.shape, self.q)
 
+    def __repr__(self) -> str:
+        how = [self.precision.name, f"fix {self.fix}", *["causal"] * self.causal]
+        how += [f"layout {self.layout}"] if self.layout != "bhtd" else []
+        text = f"<Saved: q {self.q.shape}, k {self.k.shape}, {self.q.dtype}; {', '.join(how)}"
+        if self.stats is not None:
+            ties, changed, capped = self.stats.tolist()
+            text += f"; of {self.lse.size:,} rows {ties:,} tied, {changed:,} changed, {capped:,} capped"
+        return text + ">"
+
 
 def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
                     precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
@@ -116,7 +125,18 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: floa
 def flash_attention_forward(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
                             precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
                             out: Any = None, key: Key | None = None, watch: Watch | None = None) -> tuple[Any, Saved]:
-    """Like `flash_attention`, and gives what backward needs: (o, saved)."""
+    """`flash_attention`, which also gives what backward needs.
+
+    Args: those of `flash_attention`, all of them: q, k, v, causal, scale, precision, fix, layout (`bhtd`, or `bthd` for
+    (..., T, heads, head_dim)), out, key, watch.
+
+    Returns:
+        o: as of `flash_attention`.
+        saved: a `Saved`, which `flash_attention_backward` takes; `saved.lse`, and `saved.stats`, counts of rows.
+
+    Raises:
+        ValueError, TypeError: as `flash_attention`.
+    """
     return _forward(q, k, v, causal, scale, precision, fix, layout, out, key, watch)
 
 
@@ -127,7 +147,8 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
 
     Args:
         do: gradient of O, O's shape, any dtype that q may have.
-        saved: from `flash_attention_forward`, or built by hand.
+        saved: from `flash_attention_forward`, or built by hand. It says causal, scale, layout, fix and key, too:
+            backward takes the forward's.
         precision: another precision for backward, taken whole; default the forward's.
         out: arrays of the shapes of q, k, v for the results, of their dtypes or wider ones; not the memory of
             do, of saved's arrays or of each other.
@@ -138,6 +159,7 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
 
     Raises:
         ValueError: where `saved` lacks m, l or o_unrounded that the precision needs, naming it.
+        ValueError, TypeError: for another argument that is not valid.
 
     Source: arXiv 2307.08691, algorithm 2; numerics.md section 7.
     """
@@ -167,7 +189,7 @@ def flash_attention_backward(do: Any, saved: Saved, *, precision: Precision | st
 def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None,
                     precision: Precision | str | None = None, fix: Fix | str = "off", layout: str = "bhtd",
                     out: Any = None, key: Key | None = None, watch: Watch | None = None) -> Any:
-    """`flash_attention` with algorithm = plain: softmax materialised, under the same sites."""
+    """`flash_attention` with algorithm = plain: softmax materialised, under the same sites; the same arguments."""
     p = default_precision(q) if precision is None else as_precision(precision)
     return _forward(q, k, v, causal, scale, p.replace(algorithm="plain"), fix, layout, out, key, watch, counts=False)[0]
 

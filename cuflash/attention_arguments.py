@@ -17,6 +17,7 @@ from cuflash.tiles import Shape
 LAYOUTS = ("bhtd", "bthd")
 DEFAULTS = {"float32": "fp32", "bfloat16": "bf16-fa2", "float16": "fp16-fa2", "float64": "fp64"}
 INPUTS = (*DEFAULTS, "float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4")
+_DLPACK_CPU = 1  # kDLCPU of dlpack.h
 GPU_INPUTS = ("float32", "bfloat16", "float16")
 
 
@@ -61,9 +62,7 @@ def validated(q: Any, k: Any, v: Any, causal: bool, scale: float | None, precisi
 def check_inputs(q: Any, k: Any, v: Any, layout: str) -> None:
     """Raises unless q, k and v are arrays of one kind and dtype whose shapes fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not (isinstance(x, np.ndarray) or on_gpu(x)):
-            raise TypeError(f"{name} must be an array of NumPy or CuPy, not {type(x).__name__}; "
-                            "torch and JAX arrays come in through cupy.from_dlpack")
+        check_type(name, x)
         check_kind(name, x, q)
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
@@ -103,7 +102,10 @@ def _needs_key(precision: Precision, layer: int, heads: int) -> bool:
 
 
 def default_precision(q: Any) -> Precision:
-    name = getattr(getattr(q, "dtype", None), "name", type(q).__name__)
+    """By the dtype of q, which is checked."""
+    check_type("q", q)
+    check_kind("q", q, q)
+    name = q.dtype.name
     if name not in DEFAULTS:
         raise TypeError(f"no default precision for {name}: pass precision=, or use {', '.join(DEFAULTS)}")
     return Precision.named(DEFAULTS[name])
@@ -141,6 +143,21 @@ def on_gpu(x: Any) -> bool:
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
+def check_type(name: str, x: Any) -> None:
+    """TypeError unless x is an array of NumPy or CuPy; how it becomes one."""
+    if isinstance(x, np.ndarray) or on_gpu(x):
+        return
+    how = ""
+    if isinstance(x, (list, tuple)):
+        how = f"; pass np.asarray({name}, np.float32)"
+    elif hasattr(x, "__dlpack_device__"):
+        on_host = int(x.__dlpack_device__()[0]) == _DLPACK_CPU
+        how = f"; pass {'np' if on_host else 'cupy'}.from_dlpack({name}), which copies nothing"
+    kind = type(x)
+    raise TypeError(f"{name} must be an array of NumPy or CuPy, not {kind.__module__}.{kind.__qualname__}".replace(
+        "builtins.", "") + how)
+
+
 def check_kind(name: str, x: Any, q: Any) -> None:
     """Raises unless x is an array like q, NumPy's or CuPy's, on the same device, of a dtype that runs there."""
     gpu = on_gpu(x)
@@ -150,13 +167,12 @@ def check_kind(name: str, x: Any, q: Any) -> None:
         raise ValueError(f"{name} lies on {x.device}, q on {q.device}: move them to one device")
     valid = GPU_INPUTS if gpu else INPUTS
     if x.dtype.name not in valid:
-        cast = "; on a GPU cast it, as by .astype('float32')" if gpu else ""
+        cast = "; on a GPU cast it, as by .astype('float32')" if gpu else "; cast it, as by .astype('float32')"
         raise TypeError(f"{name} has dtype {x.dtype}; valid: {', '.join(valid)}{cast}")
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
-    if not (isinstance(x, np.ndarray) or on_gpu(x)):
-        raise TypeError(f"{name} must be an array like q's, not {type(x).__name__}")
+    check_type(name, x)
     if x.shape != tuple(shape):
         raise ValueError(f"{name} has shape {x.shape}; it must be {tuple(shape)}")
     check_kind(name, x, q)

@@ -98,9 +98,12 @@ def test_messages():
     bad("must agree in every axis but heads and sequence", q=z(2, 2, 4, 8))
     bad("q, k and v differ in dtype", TypeError, q=z(1, 2, 4, 8, dtype=np.float16))
     bad("q has dtype int64", TypeError, q=z(1, 2, 4, 8, dtype=np.int64), precision="fp32")
-    bad("no default precision for int64", TypeError, q=z(1, 2, 4, 8, dtype=np.int64))
+    integers = z(1, 2, 4, 8, dtype=np.int64)
+    bad("q has dtype int64; valid: float32, .*; cast it, as by .astype", TypeError, q=integers)
+    bad("q has dtype int64; valid: float32", TypeError, q=integers, k=integers, v=integers)
     bad("q must be an array of NumPy or CuPy, not list", TypeError, q=[[0.0]], precision="fp32")
-    bad("no default precision for list", TypeError, q=[[0.0]])
+    bad(r"q must be an array of NumPy or CuPy, not list; pass np.asarray\(q, np.float32\)", TypeError, q=[[0.0]])
+    bad("k must be an array of NumPy or CuPy, not list", TypeError, k=[[0.0]])
     bad("layout bthd needs", q=z(4, 8), k=z(4, 8), v=z(4, 8), layout="bthd")
     bad("scale is 0.0; valid: a finite number of fp32, above 0 under order=fa2", scale=0.0, precision="bf16-fa2")
     bad("scale is nan", scale=float("nan"))
@@ -137,3 +140,29 @@ def test_messages_of_backward():
         flash_attention_backward(q, saved, precision=Precision.named("bf16").replace(delta_from="o_unrounded"))
     with pytest.raises(ValueError, match=r"lse has shape \(1, 2, 5\); it must be \(1, 2, 4\)"):
         Saved(q, q, q, q, np.zeros((1, 2, 5), np.float32), precision="bf16")
+
+
+@pytest.mark.parametrize("kind, module", [(1, "np"), (2, "cupy"), (13, "cupy")])  # dlpack.h: CPU, CUDA, CUDA managed
+def test_foreign_arrays_are_told_the_way_in(kind, module):
+    class Tensor:
+        def __dlpack_device__(self):
+            return kind, 0
+
+    x = np.zeros((1, 2, 4, 8), np.float32)
+    message = rf"Tensor; pass {module}.from_dlpack\(q\), which copies nothing"
+    for precision in (None, "bf16"):
+        with pytest.raises(TypeError, match=message):
+            flash_attention(Tensor(), x, x, precision=precision)
+    _, saved = flash_attention_forward(x, x, x)
+    with pytest.raises(TypeError, match=message.replace("\\(q", "\\(do")):
+        flash_attention_backward(Tensor(), saved)
+
+
+def test_saved_is_shown_short():
+    q, k, v = np.zeros((3, 2, 4, 64, 32), BF16)
+    _, saved = flash_attention_forward(q, k[:, :2], v[:, :2], causal=True, precision="bf16", fix="capped:cap=60")
+    assert repr(saved) == ("<Saved: q (2, 4, 64, 32), k (2, 2, 64, 32), bfloat16; bf16-paper, fix capped:beta=2,cap=60, causal; "
+                           "of 512 rows 504 tied, 504 changed, 0 capped>")
+    by_hand = Saved(q, k, v, q, np.zeros((2, 4, 64), np.float32), precision="fp32", layout="bhtd")
+    assert repr(by_hand) == "<Saved: q (2, 4, 64, 32), k (2, 4, 64, 32), bfloat16; fp32, fix off>"
+    assert "layout bthd" in repr(flash_attention_forward(q, k, v, layout="bthd")[1])

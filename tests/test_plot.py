@@ -322,7 +322,8 @@ def test_the_page_as_printed(tmp_path, monkeypatch):
             continue
         for line in block.splitlines():
             command = shlex.split(line.removeprefix("$ cuflash "))
-            command = ["6" if c == "300" else "3" if c == "100" else c for c in command]
+            shorter = {"300": "6", "100": "3", "bf16@300": "bf16@6", "bf16@200": "bf16@3"}
+            command = [shorter.get(c, c) for c in command]
             code = int(command[0] == "diff")
             text = run(*command, *(["--device", "cpu"] if command[0] == "train" else []), code=code)
             if "built-bf16.h5" in command:
