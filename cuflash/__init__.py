@@ -28,3 +28,7 @@ def __getattr__(name: str) -> _Any:
     if name in _PUBLIC:
         return getattr(_importlib.import_module(f"cuflash.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module 'cuflash' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

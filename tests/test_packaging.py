@@ -28,7 +28,7 @@ def test_imports_point_one_way(folder):
     """cli → model → cuflash → cuda, and never the folders' top-level names (`cuda` is NVIDIA's)."""
     forbidden = {"cuflash": ("cuflash.model", "cuflash.cli"), "model": ("cuflash.cli",), "cli": ()}[folder]
     for file in (ROOT / folder).glob("*.py"):
-        for name in imports(file):
+        for name in imports(file) if file.name != "__main__.py" else ():  # which is the command itself
             assert name.split(".")[0] not in ("model", "cli"), (file, name)
             assert not name.split(".")[0] == "cuda" or name.startswith("cuda.pathfinder"), (file, name)
             assert not name.startswith(forbidden or "-"), (file, name)
@@ -49,6 +49,20 @@ def test_import_is_quiet_and_light():
     code = "import cuflash, sys; print([m for m in ('cupy', 'h5py', 'click', 'tqdm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_dir_lists_the_public_names_and_imports_none_of_them():
+    code = ("import cuflash, sys; assert {*cuflash.__all__} <= {*dir(cuflash)}, dir(cuflash); "
+            "assert 'cuflash.precision' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_package_runs_as_the_command():
+    command = [sys.executable, "-m", "cuflash"]
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Train a GPT, every rounding as chosen." in done.stdout
+    done = subprocess.run([*command, "trian"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean 'train'" in done.stderr
 
 
 def test_wheel_holds_everything(tmp_path):

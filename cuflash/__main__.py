@@ -1,0 +1,4 @@
+"""`python -m cuflash`: the command."""
+from cuflash.cli.main import main
+
+main()
