@@ -305,6 +305,11 @@ class Precision:
 
     def replace(self, sites: Mapping[str, str] | None = None, **switches: Any) -> "Precision":
         """This precision with other roundings ({"attn.o": "fp32"}) and switches (tile=(128, 128))."""
+        if sites is not None and not isinstance(sites, Mapping):
+            site, eq, rounding = sites.partition("=") if isinstance(sites, str) else ("attn.o", "", "")
+            example = {site: rounding} if eq and site in SITES else {"attn.o": "fp32"}
+            raise TypeError(f"sites must be a dict, not {sites!r}: write replace({example}), and switches by name, as "
+                            f"replace(tile=(128, 128)); round() takes texts as 'attn.o=fp32'")
         valid = [*SWITCHES, "tile"]
         for switch in switches:
             if switch not in valid:

@@ -135,6 +135,14 @@ def test_messages(make, match):
         make(Precision.named("bf16"))
 
 
+@pytest.mark.parametrize("sites, example", [
+    ("attn.o=fp16", "{'attn.o': 'fp16'}"), ("attn.o", "{'attn.o': 'fp32'}"), (["attn.o"], "{'attn.o': 'fp32'}")])
+def test_replace_shows_how_sites_are_written(sites, example):
+    with pytest.raises(TypeError) as e:
+        Precision.named("bf16").replace(sites)
+    assert f"sites must be a dict, not {sites!r}: write replace({example}), and switches by name" in str(e.value)
+
+
 USER = """
 from cuflash import Fix, Mode
 import numpy as np
