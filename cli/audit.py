@@ -16,7 +16,7 @@ from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
 from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
-from cuflash.cli.outputs import OUT_FILE, OUT_TEXT, STDOUT, written
+from cuflash.cli.outputs import OUT_HDF5, OUT_TEXT, STDOUT, written
 from cuflash.errors import ranges
 from cuflash.fixes import Fix, as_fix
 from cuflash.monte_carlo import RESTS, TIES, table
@@ -60,7 +60,7 @@ _MONTE_CARLO = ("source", "monte_carlo", "precisions", "rounds", "settings", "fi
               help="The bias of Ō and O against the number of ties and the size of the rest; needs no FILE.")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
               help="Where the audited precisions run; golden, which is fp64, on the CPU.")
-@click.option("-o", "--out", type=OUT_FILE,
+@click.option("-o", "--out", type=OUT_HDF5,
               help="Write the errors of δ and O by token and feature here, in HDF5, for cuflash plot.")
 @click.option("--json", "json_file", type=OUT_TEXT,
               help="Write everything here, by head too; - is stdout, in place of the report.")
@@ -169,7 +169,7 @@ def _of_file(file: str, options: dict[str, Any]) -> _Work:
                          heads=numbers("--heads",
                                        options["heads"]), batch=numbers("--batch", options["batch"]),
                          device=_device(options))
-    return _Work({options["layer"]: capture}, precisions, fix, _inputs(file, arrays, capture))
+    return _Work({options["layer"]: capture}, precisions, fix, _inputs(file, arrays, capture, options["layout"]))
 
 
 def _of_run(run: str, options: dict[str, Any]) -> _Work:
@@ -270,11 +270,14 @@ class _Bar:
 
 # ---- the report ---------------------------------------------------------------------------------
 
-def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture) -> list[str]:
+def _inputs(file: str, arrays: dict[str, np.ndarray], capture: Capture, layout: str) -> list[str]:
     shapes = ", ".join(f"{n} {tuple(a.shape)} {a.dtype}" for n, a in arrays.items())
     chosen = [f"{name} {ranges(n)}" for name, n, count in
               (("heads", capture.heads, None), ("samples", capture.batch, None)) if n != tuple(range(len(n)))]
     lines = textwrap.wrap(f"{file}: {shapes}", WIDTH, subsequent_indent="  ")
+    if layout == "bhtd" and arrays["q"].ndim > 2 and arrays["q"].shape[-3] > arrays["q"].shape[-2]:
+        heads, t = arrays["q"].shape[-3:-1]
+        lines.append(f"note: read as {heads} heads of {t} tokens; if it is {t} heads of {heads} tokens, say --layout bthd")
     lines.append("; ".join(["causal" if capture.causal else "not causal", f"scale {capture.scale:g}", *chosen,
                             "compared with golden, plain fp64"]))
     if capture.do is None:

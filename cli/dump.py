@@ -3,7 +3,7 @@ import click
 
 from cuflash.cli.main import user_errors
 from cuflash.cli.numbers import numbers
-from cuflash.cli.outputs import OUT_FILE
+from cuflash.cli.outputs import OUT_HDF5
 
 
 @click.command()
@@ -27,7 +27,7 @@ from cuflash.cli.outputs import OUT_FILE
               help="Set a switch, as delta_from=p_dp.")
 @click.option("--fix", help="Another fix of the row maximum than the run's.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or gpu.")
-@click.option("-o", "--out", required=True, type=OUT_FILE,
+@click.option("-o", "--out", required=True, type=OUT_HDF5,
               help="The HDF5 file, replaced if it exists.")
 def dump(run: str, step: int | None, data: str | None, data_seed: int | None, batch_size: int | None,
          sites: str, layers: str | None, heads: str | None, batch: str | None, rows: str | None,

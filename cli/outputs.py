@@ -13,6 +13,7 @@ import click
 from cuflash.whole_file import beside, cannot_write, no_file, whole_file
 
 STDOUT = "-"
+_OTHERS = (".npz", ".npy", ".safetensors", ".pt", ".csv", ".json", ".txt", ".png", ".svg", ".pdf")
 _STREAMS = ("device", "pipe")  # what text can be written to as it lies
 
 
@@ -20,14 +21,19 @@ class OutFile(click.ParamType):
     """A file that can be written, found out by writing an empty one beside it.
 
     straight: text, which may go to stdout (`-`), a pipe or a device too; `written` writes it.
+    hdf5: it is HDF5, so that a name that says otherwise is refused.
     """
 
     name = "file"
 
-    def __init__(self, straight: bool = False) -> None:
-        self.straight = straight
+    def __init__(self, *, straight: bool = False, hdf5: bool = False) -> None:
+        self.straight, self.hdf5 = straight, hdf5
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        suffix = pathlib.PurePath(value).suffix.lower()
+        if self.hdf5 and suffix in _OTHERS:
+            self.fail(f"{value}: what is written is HDF5, not {suffix}: name it as {pathlib.PurePath(value).stem}.h5",
+                      param, ctx)
         if self.straight and value in (STDOUT, "/dev/stdout"):
             return STDOUT
         try:
@@ -67,7 +73,7 @@ class OutFolder(click.ParamType):
         return str(value)
 
 
-OUT_FILE, OUT_TEXT, OUT_FOLDER = OutFile(), OutFile(straight=True), OutFolder()
+OUT_FILE, OUT_TEXT, OUT_HDF5, OUT_FOLDER = OutFile(), OutFile(straight=True), OutFile(hdf5=True), OutFolder()
 
 
 @contextlib.contextmanager

@@ -235,6 +235,15 @@ def test_audit_options(tmp_path):
     assert "no do in the file, so left out: backward's sites, delta, the gradients" in text
 
 
+def test_more_heads_than_tokens_are_noted(tmp_path):
+    q, k, v = np.random.default_rng(4).standard_normal((3, 1, 12, 4, 8), dtype=np.float32)  # (batch, T, heads, head_dim)
+    np.savez(tmp_path / "a.npz", q=q, k=k, v=v)
+    note = "note: read as 12 heads of 4 tokens; if it is 4 heads of 12 tokens, say --layout bthd"
+    path = str(tmp_path / "a.npz")
+    assert note in run("audit", path, "--precision", "bf16").splitlines()
+    assert "note: " not in run("audit", path, "--precision", "bf16", "--layout", "bthd")
+
+
 def test_errors_that_are_all_alike_are_called_constant(tmp_path):
     q, k, do = np.random.default_rng(3).standard_normal((3, 1, 2, 64, 16), dtype=np.float32)
     np.savez(tmp_path / "a.npz", q=q, k=k, v=np.full_like(k, 1.3), do=do)

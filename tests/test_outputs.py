@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from cuflash.cli.main import main
-from cuflash.cli.outputs import OUT_FILE, OUT_FOLDER, OUT_TEXT, OutFile, OutFolder, written
+from cuflash.cli.outputs import OUT_FILE, OUT_FOLDER, OUT_HDF5, OUT_TEXT, OutFile, OutFolder, written
 from cuflash.dump import recording
 from cuflash.whole_file import whole_file
 from tests.test_main import commands
@@ -28,7 +28,7 @@ def test_every_command_that_writes_checks_first():
     for name, command in commands():
         for option in command.params:
             writes = {"-o", "--out", "--csv", "--json"} & set(option.opts)
-            assert not writes or option.type in (OUT_FILE, OUT_TEXT, OUT_FOLDER), (name, option.opts)
+            assert not writes or option.type in (OUT_FILE, OUT_TEXT, OUT_HDF5, OUT_FOLDER), (name, option.opts)
 
 
 @pytest.mark.parametrize("name, option", output_options())
@@ -56,6 +56,12 @@ def test_nothing_is_left_behind_and_nothing_is_touched(tmp_path):
     assert partial.read_bytes() == b"another process writes this"
     with pytest.raises(click.BadParameter, match="it is a folder"):
         OUT_FILE.convert(str(tmp_path), None, None)
+
+
+@pytest.mark.parametrize("command", ["dump", "audit"])
+def test_a_name_that_says_another_format_than_hdf5_is_refused(command):
+    found = CliRunner().invoke(main, [command, "source", "-o", "there/x.npz"])
+    assert found.exit_code == 2 and "what is written is HDF5, not .npz: name it as x.h5" in found.output
 
 
 # ---- what is no regular file --------------------------------------------------------------------
