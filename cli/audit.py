@@ -163,7 +163,8 @@ def _of_file(file: str, options: dict[str, Any]) -> _Work:
     precisions, fix = _precisions(("bf16", "bf16-fa2"), options), as_fix(options["fix"] or "off")
     arrays = read_tensors(file, KEYS, OPTIONAL)
     if options["out"] and "do" not in arrays:
-        raise ValueError(f"-o {options['out']}: the errors of δ need do, which {file} does not have; drop -o or save do")
+        raise ValueError(f"-o {options['out']}: the errors of δ need do, which {file} does not have; drop -o or save "
+                         "do")
     capture = Capture.of(**arrays, **{name: options[name]
                                       for name in ("causal", "scale", "layout", "layer")},
                          heads=numbers("--heads",

@@ -30,7 +30,8 @@ SORTS = {
 @click.argument("b", type=click.Path())
 @click.option(
     "--sites", "--site", "names", multiple=True, metavar="NAMES",
-    help="Only these, with commas between: a site, a prefix as attn or fwd/L01, a pattern as '*/L0[01]/attn.*'; repeatable.")
+    help="Only these, with commas between: a site, a prefix as attn or fwd/L01, a pattern as '*/L0[01]/attn.*'; "
+         "repeatable.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="order", show_default=True,
               help="Order of the lines: of execution, by signed mean error in standard errors, …")
 @click.option("--all", "everything", is_flag=True, help="List what does not differ, too.")
@@ -94,7 +95,8 @@ def _checkpoints(a: str, b: str, step: int | None) -> tuple[list[int], list[path
     runs = [run_step(x) for x in (a, b)]
     named = [s for r in runs if r and (s := r[1]) is not None]
     if named and step is not None:
-        raise ValueError(f"--step {step}: {a if runs[0] and runs[0][1] is not None else b} names its step; drop one of them")
+        whose = a if runs[0] and runs[0][1] is not None else b
+        raise ValueError(f"--step {step}: {whose} names its step; drop one of them")
     kept = [dict(r[0].checkpoints()) for r in runs if r]
     common = kept[0].keys() & kept[1].keys()
     if not named and step is None:

@@ -130,7 +130,8 @@ def _what_json(source: str) -> str:
     if "audits" in found or "layers" in found:
         raise ValueError(f"{source} is what --json of an audit wrote; its -o file is drawn: {_AUDIT_OUT}")
     if "weights" in found:
-        raise ValueError(f"{source} is the diff of two runs' weights, which is not drawn; that of two dumps is: {_DIFF_JSON}")
+        raise ValueError(f"{source} is the diff of two runs' weights, which is not drawn; that of two dumps is: "
+                         f"{_DIFF_JSON}")
     raise ValueError(f"{source} is not the JSON of cuflash diff ({_DIFF_JSON}) or of cuflash audit --monte-carlo")
 
 

@@ -12,7 +12,7 @@ class MissingFile(ValueError):
     """There is no such file of the user's; `path` is how it was named."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(f"{path!r}: no such file")
+        super().__init__(f"{path}: no such file")
         self.path = path
 
 

@@ -482,6 +482,8 @@ def as_precision(precision: "Precision | str") -> Precision:
         try:
             with open(precision, encoding="utf-8") as f:
                 return Precision.from_toml(f.read())
+        except FileNotFoundError as e:
+            raise ValueError(f"precision {precision}: no such file") from e
         except OSError as e:
-            raise ValueError(f"precision {precision!r} cannot be read: {e.strerror}") from e
+            raise ValueError(f"precision {precision} cannot be read: {e.strerror}") from e
     return _named(precision)

@@ -201,6 +201,8 @@ def _preset(model: str) -> dict[str, Any]:
 def read_toml(option: str, path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ValueError(f"{option} {path}: no such file") from e
     except OSError as e:
         raise ValueError(f"{option} {path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

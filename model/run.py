@@ -223,8 +223,8 @@ def of_users_files(source: str | os.PathLike[str], folder: pathlib.Path) -> Iter
     except MissingFile as e:
         kept = folder / "plugins" / pathlib.Path(e.path).name
         copy = f"copy {kept} to {e.path}, or " if kept.is_file() else ""
-        raise ValueError(f"{source} was trained with {e.path}, which is not here: {copy}call cuflash in the folder that "
-                         "it was trained in") from e
+        raise ValueError(f"{source} was trained with {e.path}, which is not here: {copy}call cuflash in the folder "
+                         "that it was trained in") from e
 
 
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:

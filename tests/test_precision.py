@@ -107,7 +107,7 @@ def test_tiles_by_head_dim():
     (lambda p: p.round("H1/ln.y=bf16"), "only attention's sites have heads"),
     (lambda p: p.round("c_fc/attn.o=bf16"), "belong to no module"),
     (lambda p: p.round("fwd/attn.ds=bf16"), "attn.ds exists in bwd only"),
-    (lambda p: p.round("attn.o=bf16:nofile.py:Mine"), "'nofile.py': no such file"),
+    (lambda p: p.round("attn.o=bf16:nofile.py:Mine"), "nofile.py: no such file"),
     (lambda p: p.round("L3-1/attn.o=fp32"), "range 3-1: write the smaller number first"),
     (lambda p: p.round("L1/L2/attn.o=fp32"), "two scopes of one kind"),
     (lambda p: p.round("L1/attn.pv=fp32").replace(algorithm="plain"), "attn.pv does not exist on its own"),
@@ -128,7 +128,7 @@ def test_tiles_by_head_dim():
     (lambda p: Precision.named("all-bf61"), "unknown format 'bf61'"),
     (lambda p: Precision.from_toml("sites ="), "precision is not valid TOML"),
     (lambda p: Precision.from_toml("numerics_version = 99"), "numerics version 99"),
-    (lambda p: as_precision("missing.toml"), "'missing.toml' cannot be read"),
+    (lambda p: as_precision("missing.toml"), "precision missing.toml: no such file"),
 ])
 def test_messages(make, match):
     with pytest.raises(ValueError, match=match):

@@ -312,7 +312,7 @@ def test_weights_that_are_not_finite_are_not_kept(here, monkeypatch):
     (("--steps", 0), "--steps is 0; valid: at least 1"),
     (("--resume",), "--resume: say which run with --out DIR"),
     (("--resume", "--out", "nothing"), "--resume --out nothing: no such folder"),
-    (("--config", "nothing.toml"), "--config nothing.toml: cannot be read"),
+    (("--config", "nothing.toml"), "--config nothing.toml: no such file"),
 ])
 def test_bad_options(here, arguments, message):
     output = cuflash("train", *TINY, *arguments, code=2)
