@@ -46,8 +46,7 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
     """How two files differ: dumps site by site, runs weight by weight, any HDF5 files dataset by dataset.
 
     A and B are dumps, runs (RUN@STEP, or RUN and --step), or HDF5 files with datasets of the same names. Differences
-    are A − B.
-    The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
+    are A − B. The exit code is 0 where all bits are the same, 1 where they differ, 2 for a mistake.
 
     \b
     cuflash diff bf16.h5 fp32.h5
@@ -71,7 +70,7 @@ def diff(ctx: click.Context, a: str, b: str, names: tuple[str, ...], sort: str, 
                 "a": a, "b": b, "step": steps[0] if len(set(steps)) == 1 else steps,
                 "weights": [plain(_row(w)) for w in weights]
             }
-            at = f"{steps[0]}" if len(set(steps)) == 1 else f"{steps[0]} of {a} and {steps[1]} of {b}"
+            at = " and ".join(map(str, dict.fromkeys(steps)))
             lines, differs = _weights(weights, at, everything), any(w.differs for w in weights)
         else:
             if step is not None:

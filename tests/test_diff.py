@@ -220,8 +220,8 @@ def test_dumps_of_other_steps_seeds_or_data_are_noted(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text())["notes"] == [note] == diff(a, b).notes
     with h5py.File(b, "r+") as g:
         g.attrs.update({"step": 101, "checkpoint": 101, "data_sha256": "abcdefghij", "seed": 7})
-    assert diff(a, b).notes == [f"{a} is of seed 0 and data 01234567 and checkpoint 100, "
-                                f"{b} of seed 7 and data abcdefgh and checkpoint 101"]
+    assert diff(a, b).notes == [(f"{a} is of seed 0 and data 01234567 and checkpoint 100, "
+                                f"{b} of seed 7 and data abcdefgh and checkpoint 101")]
 
 
 def test_an_ulp_is_the_larger_one_of_two_formats_that_cover_other_ranges(tmp_path):
@@ -406,7 +406,7 @@ def test_steps_of_runs(tmp_path, monkeypatch):
         for step in steps:
             save(folder.checkpoint_path(step), {"ln_f.weight": np.float32(step)})
     text = run("diff", "a@3", "a@6", "--json", "x.json", code=1)
-    assert text.startswith("weights at step 3 of a@3 and 6 of a@6, A − B")
+    assert text.startswith("weights at step 3 and 6, A − B")
     (row,) = (line.split() for line in text.splitlines() if line.split()[0] == "ln_f.weight")
     assert float(row[2]) == 3 and json.loads((tmp_path / "x.json").read_text())["step"] == [3, 6]
     assert run("diff", "a@9", "a", "--csv", "x.csv").startswith("weights at step 9: ")  # the last
