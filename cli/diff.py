@@ -11,9 +11,10 @@ import click
 
 from cuflash.cli.main import user_errors
 from cuflash.cli.outputs import OUT_TEXT, check_one_on_stdout, written
-from cuflash.diff import Diff, SiteDiff, WeightDiff, diff as compare, diff_weights, plain
+from cuflash.diff import Diff, SiteDiff, diff as compare, plain
 from cuflash.errors import ranges
 from cuflash.model.run import CHECKPOINT, checkpoint_of, run_step
+from cuflash.weight_diff import WeightDiff, diff_weights
 
 SORTS = {
     "order": lambda s: s.order,

@@ -1,4 +1,4 @@
-"""Two files compared, dataset by dataset: dumps site by site, checkpoints weight by weight.
+"""Two dumps, or any two HDF5 files, compared site by site.
 
     found = diff("bf16.h5", "fp32.h5")
     found.first                  # the first site, in the order of execution, whose values differ
@@ -12,8 +12,7 @@ import functools
 import math
 import os
 import pathlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,6 @@ _OF_DTYPE = {
     "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e5m2": "fp8_e5m2",
     "float8_e4m3fn": "fp8_e4m3"
 }
-
-Blocks = Callable[[], Iterable[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], names: Iterable[s
             are of different samples, heads or rows.
     """
     names = list(names)
-    with _opened(a) as file_a, _opened(b) as file_b:
+    with opened(a) as file_a, opened(b) as file_b:
         try:
             in_a, in_b = _chosen(names, _entries(file_a), _entries(file_b), f"{a} and {b}")
             both = [n for n in in_a if n in in_b]
@@ -185,7 +182,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
                or fnmatch.fnmatchcase(name, p) or name.endswith("/" + p) for p in patterns)
 
 
-def _opened(path: str | os.PathLike[str]) -> "h5py.File":
+def opened(path: str | os.PathLike[str]) -> "h5py.File":
     import h5py
     if not pathlib.Path(path).is_file():
         raise ValueError(f"{path}: no such file or run folder")
@@ -276,7 +273,7 @@ def ulp_errors(a: Dump, b: Dump, site: str, *, layer: int | None = None) -> np.n
     _check_numbers(in_a, in_b, a.path, b.path)
     if in_a.shape != in_b.shape:
         raise ValueError(f"{in_a.name} has shape {in_a.shape} in {a.path}, {in_b.shape} in {b.path}")
-    with _opened(a.path) as file_a, _opened(b.path) as file_b:
+    with opened(a.path) as file_a, opened(b.path) as file_b:
         x, y = file_a[in_a.dataset], file_b[in_b.dataset]
         sums = _Sums(x.shape, _ulp_of(in_a, x), _ulp_of(in_b, y))
         found = [
@@ -392,135 +389,3 @@ def _spacing(x: np.ndarray, mantissa_bits: int, emin: int, emax: int) -> np.ndar
     """The ulp of a format at finite fp64 values."""
     power = (x.view(np.uint64) & np.uint64(0x7FF << 52)).view(np.float64)
     return np.clip(power, 2.0**emin, 2.0**emax) * 2.0**-mantissa_bits
-
-
-# ---- weights ------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class WeightDiff:
-    """One weight of two checkpoints.
-
-    Share of equal bits, largest and mean |A − B|, exact Wasserstein-1 distance of the two sets of values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    equal: float
-    max_abs: float
-    mean_abs: float
-    wasserstein: float
-
-    @property
-    def differs(self) -> bool:
-        return self.equal < 1
-
-
-def diff_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[WeightDiff]:
-    """Each weight of two checkpoints, then each layer's together (`h.0`, …), then all of them (`all`).
-
-    Source: the measures of arXiv 2405.02803, figures 7 and 8.
-
-    Raises:
-        ValueError: a file is no checkpoint or is damaged; the models differ.
-    """
-    with _opened(a) as file_a, _opened(b) as file_b:
-        try:
-            weights = [_weights(file_a), _weights(file_b)]
-            for path, found in zip((a, b), weights):
-                if not found:
-                    raise ValueError(f"{path} is not a checkpoint: it has no group params")
-            shapes = [{n: d.shape for n, d in w.items()} for w in weights]
-            if shapes[0] != shapes[1]:
-                wrong = next(n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n))
-                raise ValueError(
-                    f"{a} and {b} are of different models: {wrong} has shape {shapes[0].get(wrong)} in the "
-                    f"first, {shapes[1].get(wrong)} in the second")
-            layers: dict[str, list[str]] = {}
-            for name in weights[0]:
-                if layer := re.match(r"h\.\d+(?=\.)", name):
-                    layers.setdefault(layer[0], []).append(name)
-            groups = {name: [name] for name in weights[0]} | layers | {"all": list(weights[0])}
-            return [_weight(group, [weights[0][n] for n in names], [weights[1][n] for n in names])
-                    for group, names in groups.items()]
-        except OSError as e:
-            raise ValueError(f"{a} or {b} is damaged: {e}") from e
-
-
-def _weights(file: "h5py.File") -> dict[str, "h5py.Dataset"]:
-    return {d.name.removeprefix("/params/"): d for d in datasets(file["params"])} if "params" in file else {}
-
-
-def _weight(name: str, a: list["h5py.Dataset"], b: list["h5py.Dataset"]) -> WeightDiff:
-    shape = a[0].shape if len(a) == 1 else (sum(d.size for d in a),)
-    same = total = 0
-    largest = sum_abs = 0.0
-    for x, y in zip(_read_blocks(a), _read_blocks(b)):
-        d = np.abs(x.astype(np.float64) - y)
-        same += int(np.count_nonzero((x == y) & (np.signbit(x) == np.signbit(y)) | np.isnan(x) & np.isnan(y)))
-        total += d.size
-        largest, sum_abs = float(np.maximum(largest, d.max(initial=0))), sum_abs + float(d.sum())
-    distance = wasserstein(lambda: _read_blocks(a), lambda: _read_blocks(b))
-    return WeightDiff(name, shape, same / total if total else 1.0, largest, sum_abs / max(total, 1), distance)
-
-
-def _read_blocks(found: list["h5py.Dataset"]) -> Iterator[np.ndarray]:
-    for dataset in found:
-        for where in hdf5.blocks(dataset.shape, BLOCK):
-            yield hdf5.read_array(dataset, where)
-
-
-def wasserstein(a: Blocks, b: Blocks, limit: int = 1 << 22) -> float:
-    """The Wasserstein-1 distance ∫|F_a − F_b| of two sets of numbers, exactly, by sorting.
-
-    The numbers are sorted a range of values at a time, so that about `limit` of each are in memory; the
-    blocks are read again for each range. NaN where a number is not finite, or a set is empty.
-
-    Args:
-        a, b: give the blocks of each set, anew at every call.
-    """
-    counts = [np.zeros(1 << 16, np.int64) for _ in range(2)]
-    for count, blocks in zip(counts, (a, b)):
-        for x in blocks():
-            if not np.isfinite(x).all():
-                return math.nan
-            count += np.bincount(_bucket(x), minlength=len(count))
-    na, nb = (int(c.sum()) for c in counts)
-    if not na or not nb:
-        return math.nan
-    common = math.gcd(na, nb)
-    step_a, step_b = nb // common, -na // common  # the step of F_a − F_b at a number, times na·nb/common
-    total, level, last = 0.0, 0, None
-    for low, high in _ranges(np.maximum(*counts), limit):
-        both = [np.concatenate([x.reshape(-1)[_between(x, low, high)] for x in blocks()])
-                for blocks in (a, b)]
-        z = np.concatenate(both).astype(np.float64)
-        order = np.argsort(z, kind="stable")
-        z = z[order]
-        levels = level + np.cumsum(np.where(order < len(both[0]), step_a, step_b))
-        total += abs(level) * (z[0] - last) if last is not None else 0.0
-        total += float((np.abs(levels[:-1]) * np.diff(z)).sum())
-        level, last = int(levels[-1]), z[-1]
-    return float(total) / (na * nb // common)
-
-
-def _bucket(x: np.ndarray) -> np.ndarray:
-    """The 16 leading bits of numbers as integers of the same order."""
-    bits = x.astype(np.float64).reshape(-1).view(np.uint64)
-    top = (bits >> np.uint64(48)).astype(np.int64)
-    return np.where(top >> 15, 0xFFFF - top, top | 0x8000)
-
-
-def _between(x: np.ndarray, low: int, high: int) -> np.ndarray:
-    bucket = _bucket(x)
-    return (bucket >= low) & (bucket < high)
-
-
-def _ranges(counts: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of buckets with at most `limit` numbers, unless one bucket has more."""
-    low, held = 0, 0
-    for i in np.flatnonzero(counts).tolist():
-        if held and held + counts[i] > limit:
-            yield low, i
-            low, held = i, 0
-        held += int(counts[i])
-    yield low, len(counts)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.diff import diff_weights
 from cuflash.dump import recording
 from cuflash.model import checkpoint, session
 from cuflash.model.config import TrainConfig, resolve
@@ -22,6 +21,7 @@ from cuflash.model.passes import one_pass
 from cuflash.model.run import Run
 from cuflash.model.train import NonFinite, header, train
 from cuflash.model.trials import Arm
+from cuflash.weight_diff import diff_weights
 
 # What a training computes in. `bf16` and `fp16` keep attention's running values in fp32, as
 # FlashAttention-2's kernels do; `bf16-per-tile` rounds every intermediate of attention for each tile.
