@@ -5,6 +5,7 @@ each. So a kill at any moment leaves nothing torn.
 """
 import contextlib
 import csv
+import errno
 import io
 import math
 import os
@@ -67,10 +68,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv, each a dict of its columns; NaN where nothing was measured."""
+        """The rows of metrics.csv, each a dict of its columns; NaN where nothing was measured. A last line that was
+        cut off is none."""
+        text = (self.path / METRICS).read_text(encoding="utf-8")
+        lines = text[:text.rfind("\n") + 1].splitlines()
         try:
-            with open(self.path / METRICS, newline="", encoding="utf-8") as f:
-                return [{k: float(v) if v else math.nan for k, v in row.items()} for row in csv.DictReader(f)]
+            return [{k: float(v) if v else math.nan for k, v in row.items()} for row in csv.DictReader(lines)]
         except (ValueError, TypeError) as e:  # TypeError: a row with more columns than the header
             raise ValueError(f"{self.path / METRICS} is damaged: {e}") from e
 
@@ -118,7 +121,7 @@ class Run:
 class Lock:
     """An advisory lock on a folder, which the system drops when its process ends, however it ends."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, what: str = "run folder") -> None:
         self._file = open(path / ".lock", "w")  # noqa: SIM115 (open as long as the lock is held)
         try:
             if sys.platform == "win32":
@@ -129,7 +132,7 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             self._file.close()
-            raise ValueError(f"run folder {path} is in use: another process is writing to it") from e
+            raise ValueError(f"{what} {path} is in use: another process is writing to it") from e
 
     def __enter__(self) -> "Lock":
         return self
@@ -160,10 +163,12 @@ class Metrics:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
 
     def write(self, row: dict[str, float | int | str]) -> None:
-        line = io.StringIO()
-        csv.DictWriter(line, self.columns, restval="").writerow(row)
+        text = io.StringIO()
+        csv.DictWriter(text, self.columns, restval="").writerow(row)
+        line = text.getvalue().encode()
         try:
-            self._file.write(line.getvalue().encode())
+            if self._file.write(line) < len(line):  # the disk had room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             raise OSError(e.errno, f"cannot write {self._file.name}: {e.strerror}") from e
 

@@ -15,12 +15,12 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from cuflash import kernels
+from cuflash import NUMERICS_VERSION, kernels
 from cuflash.model import blas, session
 from cuflash.model.config import TrainConfig, resolve
 from cuflash.model.data import load
@@ -125,7 +125,17 @@ def look(task: Task) -> tuple[TrainConfig, Outcome | None]:
     config.resolved_precision().check_scopes(config.n_layer, config.n_head)
     if not (pathlib.Path(task.path) / CONFIG).exists():
         return config, None
-    changed = config.changed(resolve(Run(task.path).config["train"]))
+    stored = Run(task.path).config
+    version = stored["environment"]["numerics_version"]
+    if version != NUMERICS_VERSION:
+        raise ValueError(f"{task.path} is a run of numerics version {version}, this is {NUMERICS_VERSION}; give another "
+                         "folder")
+    changed = config.changed(resolve(stored["train"]))
+    if not changed:  # files that the options name may have been written anew
+        changed = [f"the text of {config.precision}"] * (
+            stored["precision"]["digest"] != config.resolved_precision().digest)
+        mine, theirs = config.user_files(), stored["user_files"]
+        changed += [f"the text of {file}" for file in mine if theirs.get(file) != mine[file]]
     if changed:
         raise ValueError(f"{task.path} is a run of other options: {', '.join(changed)} differ; give another folder")
     return config, outcome(task.path, task.criterion, config.steps, task.stop_early)
@@ -144,6 +154,7 @@ def work(task: Task) -> Outcome:
         run = _resumed(path, config, {name: getattr(config, name) for name in may_change})
     nonfinite = ""
     with run, open(path / LOG, "a", encoding="utf-8", buffering=1) as log:
+        (path / OUTCOME).unlink(missing_ok=True)  # it goes on, perhaps from its beginning
         stop = _Stop(task, run.folder)
         try:
             if run.trainer.state.step < config.steps:
@@ -270,6 +281,9 @@ class Results:
         except queue.Empty:
             return None
         self.open.discard(name)
+        if isinstance(error, BrokenExecutor):
+            raise OSError("a process that worked for this study was killed, for want of memory perhaps; the same command "
+                          "goes on") from error
         if error is not None:
             raise error
         return name, value

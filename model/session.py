@@ -144,12 +144,7 @@ def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
     """
     _prepare(config)
     data = _data(config)
-    state, notes = None, []
-    if config.fork:
-        state, notes = fork.state(config, data)
-    elif config.init:
-        params, notes = weights.initial(config.init, config.gpt())
-        state = checkpoint.State.new(params, config.resolved_precision())
+    state, notes = _first(config, data)
     fix = config.resolved_fix().rpartition("/")[2].partition(":")[0]
     stem = f"{pathlib.Path(config.model).stem}-{config.resolved_precision().name}-{fix}"
     folder = Run.create(out or next_free(pathlib.Path("runs"), stem), _config_toml(config, data, command))
@@ -157,6 +152,16 @@ def start(out: str | None, config: TrainConfig, command: list[str]) -> Session:
         (folder.path / "plugins").mkdir(exist_ok=True)
         shutil.copy(file, folder.path / "plugins")
     return Session(folder, config, data, state=state, notes=notes)
+
+
+def _first(config: TrainConfig, data: Data) -> tuple[checkpoint.State | None, list[str]]:
+    """What a run that is forked or initialised begins with, and lines that say so; None for any other."""
+    if config.fork:
+        return fork.state(config, data)
+    if config.init:
+        params, notes = weights.initial(config.init, config.gpt())
+        return checkpoint.State.new(params, config.resolved_precision()), notes
+    return None, []
 
 
 def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> Session:
@@ -193,9 +198,10 @@ def resume(out: str | None, given: dict[str, Any], config_file: str | None) -> S
     if found and found[-1][0] >= wanted.steps:
         raise ValueError(f"--resume: the run has its {found[-1][0]} steps already; a larger --steps goes on")
     _prepare(wanted)
-    return Session(
-        folder, wanted, _data(config), resumed=True, notes=_environment_notes(stored["environment"])
-    )
+    data = _data(config)
+    state, notes = (None, []) if found else _first(wanted, data)
+    return Session(folder, wanted, data, state=state, resumed=True,
+                   notes=notes + _environment_notes(stored["environment"]))
 
 
 def heading(c: TrainConfig, data: Data) -> list[str]:

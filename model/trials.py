@@ -7,6 +7,7 @@ Arms of one seed have its weights and its batches in common. Runs lie in FOLDER/
 """
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -21,8 +22,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from cuflash.errors import unknown
+from cuflash.model import session
 from cuflash.model.board import Board
-from cuflash.model.config import FIELDS, resolve
+from cuflash.model.config import FIELDS
+from cuflash.model.run import Lock
 from cuflash.model.runner import STOPPED, Executor, Here, Outcome, Results, Task, look, outcome, processes, work
 from cuflash.model.verdict import (
     UNDECIDED,
@@ -50,7 +53,8 @@ class Arm:
     """One setting: its name, the options that are its own, what it stands for.
 
     `keep`: checkpoints are written often and stay, with spectral norms, to be looked at. `paper`: what the paper
-    says of it, fails or trains.
+    says of it, fails or trains. `low`: the arm of low precision that it is set against, where its own options do
+    not say it.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Arm:
     note: str = ""
     keep: bool = False
     paper: str = ""
+    low: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
@@ -97,7 +102,7 @@ class Arm:
         """In runs/. One of bf16 is named without it, whatever the study calls it."""
         name = self.name.removeprefix("bf16: ").replace("Ō", "O-bar")
         precision = pathlib.Path(self.options.get("precision", "bf16")).name.removesuffix(".toml")
-        if precision != "bf16" and not name.startswith(precision):
+        if precision != "bf16" and name != precision and not name.startswith((f"{precision}: ", f"{precision}, ")):
             name = f"{precision} {name}"
         name = re.sub(r"[^A-Za-z0-9.+=_-]+", "-", name).strip("-")
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
@@ -180,6 +185,7 @@ class Tally:
     loss_sd: float
     ms: float
     against: str = ""
+    pairs: int = 0
     only_this: int = 0
     only_other: int = 0
     p: float = math.nan
@@ -201,7 +207,7 @@ def tally(arm: Arm, trials: Sequence[Trial], against: str = "", others: Sequence
     found: tuple[Any, ...] = ()
     if against and against != arm.name:
         pair: Paired = paired(*({t.seed: (t.failed, t.loss) for t in some} for some in (trials, others)))
-        found = (against, pair.only_a, pair.only_b, pair.p, pair.difference, pair.se, pair.p_loss)
+        found = (against, pair.pairs, pair.only_a, pair.only_b, pair.p, pair.difference, pair.se, pair.p_loss)
     return Tally(arm.name, arm.flags, arm.note, arm.paper, sequential(failed), sum(failed), len(failed),
                  *wilson(sum(failed), len(failed)), median_step(curve), *spread(trained),
                  ms[len(ms) // 2] if ms else math.nan, *found)
@@ -244,6 +250,8 @@ class Study:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._exit.enter_context(Lock(self.folder, "study folder"))
+        self._exit.callback(self.stop_file.unlink, missing_ok=True)  # once no run is left that asks for it
         self.stop_file.unlink(missing_ok=True)
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGINT, self._ask)
@@ -256,7 +264,6 @@ class Study:
             self.stop_file.touch()  # runs of other processes end, too
         self.board.close()
         self._exit.close()
-        self.stop_file.unlink(missing_ok=True)
 
     def _ask(self, number: int, frame: Any) -> None:
         """Ctrl-C: the runs end with a checkpoint; a second one interrupts at once."""
@@ -293,13 +300,19 @@ class Study:
 
     def task(self, arm: Arm, seed: int, seeded: Sequence[str] = SEEDED) -> Task:
         options = merged(self.common, arm.options, dict.fromkeys(seeded, seed))
-        steps = _steps(options)
-        often: dict[str, Any] = {"checkpoint_every": max(1, steps // (FINE if arm.keep else FEW)),
-                                 "keep": (KEPT if self.stop_early else 0) if arm.keep else 1}
-        if not arm.keep:
-            often["spectral_every"] = 0
+        often: dict[str, Any] = {"checkpoint_every": max(1, _option(options, "steps") // (FINE if arm.keep else FEW))}
+        if arm.keep:
+            often["keep"] = self._kept(often | options) if self.stop_early else 0
+        else:
+            often |= {"keep": 1, "spectral_every": 0}
         return Task(str(self.path(arm, seed)), often | options, self.criterion, self.stop_early, self.deadline,
                     str(self.stop_file), arm.keep)
+
+    def _kept(self, options: Mapping[str, Any]) -> int:
+        """Checkpoints that must stay so that KEPT come before a failure: it began a criterion's rows before it shows,
+        and the step at which it ends writes one, too."""
+        rows = self.criterion.rows * _option(options, "log_every")
+        return KEPT + 1 + math.ceil(rows / max(1, options["checkpoint_every"]))
 
     def decide(self, arms: Sequence[Arm], *, against: Mapping[str, str] | None = None, seeded: Sequence[str] = SEEDED,
                seeds: Sequence[int] = (), test: bool = True) -> list[Tally]:
@@ -364,14 +377,14 @@ class Study:
                 look(self.task(arm, seed))
 
     def trials(self, arm: Arm, seeds: Sequence[int] = (), seeded: Sequence[str] = SEEDED) -> list[Trial]:
-        """The runs of an arm that have ended."""
+        """The runs of an arm that have ended, of its seeds up to the first that has not."""
         seeds = tuple(seeds) or self.seeds
         tasks = {(arm.name, s): self.task(arm, s, seeded) for s in seeds}
         return self._trials(arm, seeds, {k: o for k, t in tasks.items() if (o := self._taken(t)) and o.done})
 
     def _trials(self, arm: Arm, seeds: Sequence[int], done: Mapping[tuple[str, int], Outcome]) -> list[Trial]:
         return [Trial.of(arm.name, s, done[arm.name, s], self.path(arm, s).relative_to(self.folder).as_posix())
-                for s in seeds if (arm.name, s) in done]
+                for s in _first(arm, seeds, done)]
 
     @staticmethod
     def _taken(task: Task) -> Outcome | None:
@@ -379,23 +392,22 @@ class Study:
 
     def _next(self, arms: Sequence[Arm], seeds: Sequence[int], done: Mapping[tuple[str, int], Outcome],
               running: set[tuple[str, int]], started: set[tuple[str, int]], test: bool) -> tuple[str, int] | None:
-        """The next run: of the arm that has had the fewest. An arm has no more at once than could decide it."""
+        """The next run: of the arm that has had the fewest."""
         found: tuple[int, str, int] | None = None
         for arm in arms:
-            mine = sum(name == arm.name for name, _ in running)
-            if mine >= self._wanted(arm, seeds, done, test):
-                continue
-            seed = next((s for s in seeds if (arm.name, s) not in done and (arm.name, s) not in started), None)
-            had = mine + sum((arm.name, s) in done for s in seeds)
+            seed = next((s for s in self._wanted(arm, seeds, done, test)
+                         if (arm.name, s) not in done and (arm.name, s) not in started), None)
+            had = sum((arm.name, s) in done or (arm.name, s) in running for s in seeds)
             if seed is not None and (found is None or had < found[0]):
                 found = had, arm.name, seed
         return found and found[1:]
 
-    def _wanted(self, arm: Arm, seeds: Sequence[int], done: Mapping[tuple[str, int], Outcome], test: bool) -> int:
-        """How many more runs of an arm may be needed at once."""
-        had = [done[arm.name, s].failed for s in seeds if (arm.name, s) in done]
-        wanted = max(needed(had), self.least - len(had)) if test else len(seeds)
-        return min(wanted, len(seeds) - len(had))
+    def _wanted(self, arm: Arm, seeds: Sequence[int], done: Mapping[tuple[str, int], Outcome],
+                test: bool) -> Sequence[int]:
+        """The seeds whose runs may be made at once: no more than could decide an arm."""
+        had = [done[arm.name, s].failed for s in _first(arm, seeds, done)]
+        more = max(needed(had), self.least - len(had)) if test else len(seeds)
+        return seeds[len(had):len(had) + more]
 
     def _show(self, results: Results, tasks: Mapping[tuple[str, int], Task]) -> None:
         if not self.board.terminal:
@@ -404,7 +416,7 @@ class Study:
         for key in sorted(results.open):
             task = tasks[key]
             try:
-                steps = _steps(task.options)
+                steps = _option(task.options, "steps")
                 o = outcome(task.path, self.criterion, steps)
             except (ValueError, OSError):  # it has not begun, or a line is being written
                 lines.append(f"  {_title(*key):<40} starts")
@@ -415,8 +427,14 @@ class Study:
         self.board.live(lines + ([f"  {left:.0f} s left"] if math.isfinite(left) else []))
 
 
-def _steps(options: Mapping[str, Any]) -> int:
-    return options["steps"] if "steps" in options else resolve(dict(options)).steps
+def _option(options: Mapping[str, Any], name: str) -> Any:
+    return options[name] if name in options else getattr(session.options(None, dict(options)), name)
+
+
+def _first(arm: Arm, seeds: Sequence[int], done: Mapping[tuple[str, int], Outcome]) -> list[int]:
+    """The seeds that have ended, up to the first that has not. Those behind it do not count yet: a run that fails ends
+    sooner than one that trains, so the runs that end first are no sample of all."""
+    return list(itertools.takewhile(lambda s: (arm.name, s) in done, seeds))
 
 
 def _title(arm: str, seed: int) -> str:

@@ -3,8 +3,11 @@ import math
 
 import pytest
 
+from cuflash.model.run import Run
 from cuflash.model.runner import Outcome
-from cuflash.model.trials import Arm, Tally, Trial, merged, sentence, tally, typed
+from cuflash.model.states import states_before
+from cuflash.model.trials import KEPT, Arm, Tally, Trial, merged, sentence, tally, typed
+from cuflash.model.verdict import Criterion
 from tests.tiny_study import HOT, TINY, Quiet, study
 
 COLD = Arm("cold", {"precision": "bf16"})
@@ -74,6 +77,38 @@ def test_no_more_runs_at_once_than_could_decide(tmp_path, monkeypatch):
     assert (found.runs, len(started)) == (2, 2)
 
 
+def test_runs_count_in_the_order_of_their_seeds_however_they_end(tmp_path, monkeypatch):
+    """Failures end first: two of them, while the runs of earlier seeds were stopped, prove nothing yet."""
+    class Stopping(Oracle):
+        def submit(self, fn, task):
+            job = super().submit(fn, task)
+            if not self.done[task.path].failed:
+                job.result = lambda found=Outcome("stopped", 3): found
+                del self.done[task.path]
+            return job
+    oracle = Stopping(monkeypatch, lambda arm, seed: seed in (2, 4))
+    with study(tmp_path, TINY, executor=oracle, board=Quiet(), seeds=range(1, 6), least=4) as s:
+        s.jobs = 4
+        found, = s.decide([COLD])
+    assert oracle.order == [("cold", seed) for seed in (1, 2, 3, 4)]
+    assert (found.verdict, found.failures, found.runs) == ("undecided", 0, 0) and s.trials(COLD) == []
+    on = Oracle(monkeypatch, lambda arm, seed: False)
+    on.done = dict(oracle.done)
+    with study(tmp_path, TINY, executor=on, board=Quiet(), seeds=range(1, 6)) as s:
+        found, = s.decide([COLD])
+    assert on.order == [("cold", 1), ("cold", 3)] and (found.verdict, found.failures, found.runs) == ("fails", 2, 4)
+
+
+def test_a_gap_is_filled_before_the_arm_goes_on(tmp_path, monkeypatch):
+    oracle = Oracle(monkeypatch, lambda arm, seed: False)
+    with study(tmp_path, TINY, executor=oracle, board=Quiet(), seeds=range(1, 8)) as s:
+        for seed in (2, 3, 4, 5, 6):
+            oracle.submit(None, s.task(COLD, seed))
+        oracle.order.clear()
+        found, = s.decide([COLD])
+    assert oracle.order == [("cold", 1)] and (found.verdict, found.runs) == ("trains", 6)
+
+
 def test_time_that_is_spent_leaves_a_note_and_no_runs(tmp_path, monkeypatch):
     found, oracle, s = decided(tmp_path, monkeypatch, lambda arm, seed: True, [FAILING, COLD], budget=0)
     assert oracle.order == [] and [t.verdict for t in found] == ["undecided"] * 2
@@ -111,6 +146,26 @@ def test_an_interrupt_stops_runs_and_leaves_a_note(tmp_path):
     assert "cold, seed 1: stopped at step 0" in board.lines[-1] and not s.stop_file.exists()
 
 
+def test_two_studies_of_one_folder_at_once_are_refused(tmp_path):
+    """The second one neither stops the first one's runs nor takes its stop file away."""
+    with study(tmp_path, TINY, board=Quiet()) as s:
+        s.stop_file.touch()
+        with pytest.raises(ValueError, match="study folder .* is in use"):
+            study(tmp_path, TINY).__enter__()
+        assert s.stop_file.exists()
+    with study(tmp_path, TINY, board=Quiet()):
+        assert not s.stop_file.exists()
+
+
+def test_checkpoints_from_before_a_failure_stay_however_long_the_criterion_s_mean(tmp_path):
+    arm = Arm("hot", {"precision": "bf16", "lr": 1.0, "grad_clip": 0.0, "warmup_steps": 120, "log_every": 1}, keep=True)
+    with study(tmp_path, TINY | {"steps": 120}, board=Quiet(), criterion=Criterion(margin=0.2, rows=30)) as s:
+        s.decide([arm], seeds=(1,), test=False)
+        trial, = s.trials(arm, (1,))
+    assert trial.failed and trial.onset > 20 and trial.step >= trial.onset + 29
+    assert len(states_before(Run(s.folder / trial.folder), trial.onset, 99)) >= min(KEPT, (trial.onset - 2) // 4)
+
+
 def test_bad_studies(tmp_path):
     for options, message in (({"seeds": ()}, "seeds"), ({"seeds": (1, 1)}, "each once"), ({"jobs": -1}, "jobs is -1")):
         with pytest.raises(ValueError, match=message):
@@ -146,6 +201,9 @@ def test_folders_of_arms():
     assert Arm("attn fp32", {"precision": "bf16-fa2"}).folder == "bf16-fa2-attn-fp32"
     assert Arm("bf16: fix on", {"precision": "bf16"}).folder == "fix-on"
     assert Arm("x", {"precision": "some/where/mine.toml"}).folder == "mine-x"
+    one, two = (Arm("low in layer 1 only", {"precision": p}).folder for p in ("bf16", "low.toml"))
+    assert (one, two) == ("low-in-layer-1-only", "low-low-in-layer-1-only")
+    assert Arm("low, lr 0.1", {"precision": "low.toml"}).folder == "low-lr-0.1"
     one, two = Arm("a" * 99 + "1", {}).folder, Arm("a" * 99 + "2", {}).folder
     assert one != two and len(one) < 80
 
