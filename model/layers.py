@@ -48,7 +48,7 @@ class Layers(Mapping[str, np.ndarray]):
                 keep = len(steps) if after is None else int(np.searchsorted(steps, after, side="right"))
                 self._steps = steps[:keep].tolist()
                 for dataset in datasets(f):
-                    if dataset.name != "/steps":
+                    if dataset.name != "/steps" and keep:
                         self._series[dataset.name.lstrip("/")] = list(enumerate(dataset[:keep]))
         except (OSError, KeyError) as e:
             raise ValueError(f"{path}: damaged, cut short or not HDF5 ({e})") from e

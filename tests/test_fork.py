@@ -62,6 +62,18 @@ def test_a_fork_resumes_without_the_run_that_it_came_from(run):
     assert all(np.array_equal(p, theirs.params[n]) and p.dtype == np.float64 for n, p in ours.params.items())
 
 
+@pytest.mark.parametrize("begin", [("--fork", "a@3"), (*TINY, "--steps", 6, "--init", "a@3")], ids=["fork", "init"])
+def test_a_run_that_lost_its_checkpoints_begins_where_it_began(run, begin):
+    """As one that was killed before its first checkpoint was written: not from new weights."""
+    for name in ("b", "c"):
+        train(*begin, "--out", name)
+    for _, file in Run("c").checkpoints():
+        file.unlink()
+    assert ("from step 3 of a" in train("--resume", "--out", "c")) == ("--fork" in begin)
+    np.testing.assert_equal(rows("c"), rows("b"))
+    assert same("b", "c", 6)
+
+
 def test_a_loss_scale_begins_anew_with_the_precision(run):
     train("--fork", "a", "--precision", "fp16-fa2", "--steps", 8, "--out", "b")
     assert Run("b").config["train"]["loss_scale"] == "dynamic"

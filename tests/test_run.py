@@ -88,12 +88,13 @@ def test_metrics_grow_by_lines_and_resume_after_a_step(tmp_path):
         metrics.write({"step": step, "loss": step / 3})
     metrics.close()
     whole = path.read_bytes()
-    path.write_bytes(whole + b"40,1.")  # torn
+    path.write_bytes(whole + b"40,1.2e-")  # torn
+    Run.create(tmp_path, CONFIG)
+    assert [row["step"] for row in Run(tmp_path).metrics] == [10, 20, 30]
     metrics = Metrics(path, ["step", "loss", "val_loss"], after=20)
     metrics.write({"step": 30, "loss": 10.0})
     metrics.close()
     assert path.read_bytes() == whole
-    Run.create(tmp_path, CONFIG)
     rows = Run(tmp_path).metrics
     assert (
         [row["step"] for row in rows] == [10, 20, 30]
@@ -102,6 +103,20 @@ def test_metrics_grow_by_lines_and_resume_after_a_step(tmp_path):
     )
     with pytest.raises(ValueError, match="its columns are not those of this version"):
         Metrics(path, ["step"], after=20)
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_told(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.csv", ["step", "loss"])
+    metrics.close()
+
+    class Full:
+        name = "metrics.csv"
+
+        def write(self, line):
+            return len(line) - 3  # as write(2) on a disk that becomes full
+    metrics._file = Full()
+    with pytest.raises(OSError, match="cannot write metrics.csv: No space left"):
+        metrics.write({"step": 10, "loss": 1.0})
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

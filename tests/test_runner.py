@@ -3,6 +3,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import pathlib
 import shutil
 import signal
 import time
@@ -100,6 +101,41 @@ def test_more_steps_extend_a_run(tmp_path):
     assert outcome(path, CRITERION, 12).step == 12  # and the shorter study reads what it asked for
 
 
+def test_an_extension_that_was_cut_off_is_no_end(tmp_path):
+    """Its checkpoints were gone, so it has begun anew: the shorter study must not take what there is for a whole run."""
+    path, stop = tmp_path / "run", tmp_path / "stop"
+    short = task(path, steps=12)
+    found = work(short)
+    stop.touch()
+    assert found.state == FINISHED and work(task(path, stop_file=str(stop))).step < 12
+    assert look(short)[1].state == STOPPED
+    again = work(short)
+    assert (again.state, again.step, again.loss) == (FINISHED, 12, found.loss)
+
+
+def test_a_precision_whose_text_has_changed_is_another(tmp_path):
+    low, fix = pathlib.Path(overflowing(tmp_path)), tmp_path / "mine.py"
+    text = "import numpy as np\nfrom cuflash import Fix\n\n\nclass Mine(Fix):\n    name = 'mine'\n\n    " \
+           "def rule(self, r_m, ties):\n        return r_m + np.float32(1)\n"
+    fix.write_text(text)
+    mine = task(tmp_path / "run", precision=str(low), fix=f"{fix}:Mine", steps=4)
+    assert work(mine).done
+    fix.write_text(text.replace("(1)", "(2)"))
+    with pytest.raises(ValueError, match="is a run of other options: the text of .*mine.py differ"):
+        look(mine)
+    fix.write_text(text)
+    low.write_text(low.read_text().replace("e2m4", "e4m3"))
+    with pytest.raises(ValueError, match="is a run of other options: the text of .*low.toml differ"):
+        work(mine)
+
+
+def test_runs_of_another_numerics_version_are_not_taken(tmp_path, monkeypatch):
+    work(task(tmp_path / "run", steps=2))
+    monkeypatch.setattr("cuflash.model.runner.NUMERICS_VERSION", 10**6)
+    with pytest.raises(ValueError, match="is a run of numerics version"):
+        look(task(tmp_path / "run", steps=2))
+
+
 def test_a_loss_that_is_not_finite_is_a_failure(tmp_path):
     found = work(task(tmp_path / "run", precision=overflowing(tmp_path), seed=2))
     assert found.state == FAILED and "the first value that is not finite appeared at site" in found.message
@@ -126,6 +162,14 @@ def test_results_of_anything_with_submit():
         results.submit(x, square, x)
     assert {results.next(5), results.next(5)} == {(2, 4), (3, 9)} and not results.open
     assert results.next(0.01) is None
+
+
+def test_a_worker_that_was_killed_is_told():
+    with processes(1) as pool:
+        results = Results(pool)
+        results.submit("a", os._exit, 9)
+        with pytest.raises(OSError, match="was killed, for want of memory perhaps; the same command goes on"):
+            results.next(60)
 
 
 class Later:
