@@ -160,6 +160,16 @@ def _scale(begun: _Begun, layer: int | None, heads: str | None) -> Any:
     return dataclasses.replace(begun.scale, **changed)
 
 
+def _isolation(common: dict[str, Any], precision: str, scale: str, layer: int | None) -> "list[Arm]":
+    """The table's arms before heads have been chosen; a ValueError where the model has no such layer."""
+    from cuflash.model import study_arms
+    from cuflash.model.config import resolve
+    from cuflash.model.study_scales import SCALES
+    config = resolve({k: v for k, v in common.items() if k != "fork"})
+    return study_arms.isolation(precision, n_layer=config.n_layer, heads=(0,),
+                                layer=SCALES[scale].layer if layer is None else layer)
+
+
 def _own(texts: Sequence[str], precision: str | None = None) -> "list[Arm]":
     """The user's arms, in this precision where they name none."""
     import dataclasses
@@ -191,9 +201,8 @@ def isolate(precision: str, layer: int | None, heads: str | None, own: tuple[str
     """
     from cuflash.model import study_arms, study_failures, why_report
     with user_errors():
-        begun = _Begun(options, lambda c: 14 + len(own))
+        begun = _Begun(options, lambda c: len(_isolation(c, precision, options["scale"], layer)) + len(own))
         scale, arms = _scale(begun, layer, heads), _own(own, precision)
-        study_arms.isolation(precision, n_layer=_config(begun).n_layer, layer=scale.layer, heads=scale.heads or (0,))
         with begun.study as study:
             found = study_failures.isolate(study, precision, scale, arms)
         report = why_report.arms_report(study, found, "isolation", why_report.outcome_claims(found, "§ 3.2"))
@@ -249,9 +258,11 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
     with user_errors():
         names = precisions.split(",") if precisions else [precision]
         arms = study_arms.cures_of(names, _floats("--lrs", lrs), _own(own))
+        if options["fork"] or options["init"]:  # given weights are of a model without it
+            arms = [a for a in arms if not a.options.get("qk_norm")]
         if only_own:
             mine = {study_arms.ALL_FP32, *(a.name for a in _own(own))}
-            arms = [a for a in arms if a.keep or study_arms.cure_of(a.name) in mine]
+            arms = [a for a in arms if not a.low or study_arms.cure_of(a.name) in mine]
         begun = _Begun(options, lambda c: len(arms))
         with begun.study as study:
             found = study_failures.decide(study, arms)
@@ -355,16 +366,20 @@ def why(precision: str, layer: int | None, heads: str | None, states: int, sampl
     cuflash study why --phases trainings,delta -o quick
     """
     from cuflash.errors import unknown
-    from cuflash.model import study_why, why_report
+    from cuflash.model import study_arms, study_why, why_report
     with user_errors():
         chosen = phases.split(",")
         for name in chosen:
             if name not in study_why.PHASES:
                 raise unknown("--phases", name, study_why.PHASES)
-        begun = _Begun(options, lambda c: 5 + 14 * ("isolate" in chosen) + 3 * ("cures" in chosen))
+
+        def arms(common: dict[str, Any]) -> int:
+            rows = _isolation(common, precision, options["scale"], layer)
+            some = [*study_why.trainings(precision), *(rows if "isolate" in chosen else []),
+                    *(study_arms.cures(precision, short=True) if "cures" in chosen else [])]
+            return len({a.folder for a in some})
+        begun = _Begun(options, arms)
         scale = _scale(begun, layer, heads)
-        if scale.layer >= _config(begun).n_layer:
-            raise ValueError(f"--layer {scale.layer}: the model has layers 0 to {_config(begun).n_layer - 1}")
         with begun.study as study:
             w = study_why.why(study, begun.scale_name, scale, precision, states=states, samples=samples, phases=chosen)
         tables: dict[str, Sequence[Any]] = {
@@ -382,11 +397,6 @@ def _first_of(found: "Sequence[Found]", what: str, key: str) -> list[Any]:
         for row in getattr(f, what):
             rows.setdefault(getattr(row, key), row)
     return list(rows.values())
-
-
-def _config(begun: _Begun) -> Any:
-    from cuflash.model.config import resolve
-    return resolve({k: v for k, v in begun.study.common.items() if k != "fork"})
 
 
 def _floats(option: str, text: str | None) -> list[float]:

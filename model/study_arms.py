@@ -24,6 +24,9 @@ def label(precision: str) -> str:
 
 
 def base(precision: str) -> Arm:
+    if not short_sites(precision):
+        raise ValueError(f"precision {precision} has all of attention in fp32 or fp64, so there is nothing to study; give "
+                         "a low one, as bf16")
     return Arm(label(precision), {"precision": precision}, "low precision, nothing else changed", keep=True,
                paper=FAILS)
 
@@ -31,15 +34,14 @@ def base(precision: str) -> Arm:
 def reference(precision: str) -> Arm:
     """The same with all of attention in fp32."""
     return Arm(ALL_FP32, {"precision": precision, "round": ("attn=fp32",)}, "all of attention in fp32",
-               paper=TRAINS)
+               paper=TRAINS, low=label(precision))
 
 
 def controls(arms: Sequence[Arm]) -> dict[str, str]:
-    """The arm with all of attention in fp32 that each is paired with: of its precision and rate, or the first."""
-    of = {(a.options["precision"], a.options.get("lr")): a.name for a in reversed(arms)
-          if a.options.get("round") == ("attn=fp32",)}
+    """The arm with all of attention in fp32 that each is paired with: that of its low precision, or the first."""
+    of = {a.low: a.name for a in reversed(arms) if a.options.get("round") == ("attn=fp32",)}
     first = next((a.name for a in arms if a.name in of.values()), "")
-    return {a.name: of.get((a.options["precision"], a.options.get("lr")), first) for a in arms}
+    return {a.name: of.get(a.low or a.name, first) for a in arms}
 
 
 def full(precision: str, sites: Iterable[str], scope: str = "") -> tuple[str, ...] | None:
@@ -49,9 +51,28 @@ def full(precision: str, sites: Iterable[str], scope: str = "") -> tuple[str, ..
 
 
 def short_sites(precision: str | Precision) -> list[str]:
-    """Attention's sites that round to a short format."""
+    """Attention's sites that round to a short format, somewhere in the network."""
     p = as_precision(precision)
-    return [s for s, r in p.table().items() if s.startswith("attn.") and s not in p.merged and r.format != "fp32"]
+    short = {s for s, r in p.table().items() if r.format != "fp32"}
+    short |= {s for o in p.overrides if o.rounding.format != "fp32" for s in o.names()}
+    return [s for s in SITES if s.startswith("attn.") and s in short and s not in p.merged]
+
+
+def stochastic(precision: str, sites: Iterable[str]) -> tuple[str, ...] | None:
+    """--round texts that round these sites to the formats that they have, by chance; None where none is short."""
+    p, sites = as_precision(precision), set(sites) & set(short_sites(precision))
+    texts = [f"{s}={r.format}:sr" for s, r in p.table().items() if s in sites and r.format != "fp32"]
+    for o in p.overrides:
+        *scopes, _ = o.target.split("/")
+        texts += ["/".join([*scopes, f"{s}={o.rounding.format}:sr"]) for s in o.names()
+                  if s in sites and o.rounding.format != "fp32"]
+    return tuple(texts) or None
+
+
+def own_places(precision: str | Precision) -> list[str]:
+    """Roundings of attention in single layers, heads or directions, which sets of sites cannot stand for."""
+    return [str(o) for o in as_precision(precision).overrides if o.scoped and any(n.startswith("attn.")
+                                                                                  for n in o.names())]
 
 
 def _numbers(numbers: Iterable[int]) -> str:
@@ -80,7 +101,8 @@ def isolation(precision: str, *, n_layer: int, layer: int, heads: Sequence[int])
 
     rows = [
         base(precision), reference(precision),
-        arm("tiling off", FAILS, "row 1: plain attention", algorithm="plain"),
+        arm("tiling off", FAILS, "row 1: one tile of all keys", set=("tile=none,none",)),
+        arm("plain attention", "", "P is divided by l before PV: no Ō", algorithm="plain"),
         arm(f"low in layer {layer} only", FAILS, "row 3a: fp32 attention in the other layers",
             full(precision, ("attn",), f"L{_numbers(others)}/") if others else None),
         arm(f"low but in layer {layer}", TRAINS, "row 3b: fp32 attention in this layer",
@@ -95,9 +117,14 @@ def isolation(precision: str, *, n_layer: int, layer: int, heads: Sequence[int])
         arm("l fp32", "", "the row sum", full(precision, ("attn.l",))),
         arm("S fp32", "", "S and α·S, all else low", full(precision, ("attn.s", "attn.s_scaled"))),
     ]
-    rows.append(Arm("bf16-fa2", {"precision": "bf16-fa2"}, "running values in fp32, as FlashAttention-2")
-                if precision != "bf16-fa2" else None)
-    return [r for r in rows if r is not None]
+    return [dataclasses.replace(r, low="" if r.keep else label(precision)) for r in (*rows, *_fa2(precision)) if r]
+
+
+def _fa2(precision: str) -> list[Arm]:
+    """The precision of FlashAttention-2's kernels, where it is another one."""
+    same = as_precision(precision).digest == as_precision("bf16-fa2").digest
+    return [] if same else [Arm("bf16-fa2", {"precision": "bf16-fa2"},
+                                "another precision: running values in fp32, as FlashAttention-2")]
 
 
 FIXES = (("qiu-b2", "the paper's rule, v4", TRAINS), ("qiu-b7", "the paper's rule, v2", TRAINS),
@@ -135,9 +162,9 @@ def sweeps(precision: str, lr: float) -> dict[str, list[Arm]]:
                               "the shift without its condition")],
         "bits": [Arm(f"{b} bits", {"precision": precision, "round": tuple(f"{s}=e8m{b}" for s in short)},
                      "mantissa bits of attention's short sites") for b in BITS],
-        "lr": [Arm(f"{name}, lr {lr * f:g}", {**options, "lr": lr * f}, "the rate of learning")
-               for f in LR_FACTORS for name, options in (
-                   (label(precision), base(precision).options), (ALL_FP32, reference(precision).options))],
+        "lr": [Arm(f"{a.name}, lr {lr * f:g}", a.options | {"lr": lr * f}, "the rate of learning",
+                   low=a.low and f"{a.low}, lr {lr * f:g}")
+               for f in LR_FACTORS for a in (base(precision), reference(precision))],
     }
 
 
@@ -157,11 +184,13 @@ def sweep(precision: str, lr: float, what: Sequence[str]) -> list[Arm]:
 # ---- cures ----------------------------------------------------------------------------------------
 
 def cures_of(precisions: Sequence[str], lrs: Sequence[float] = (), own: Sequence[Arm] = ()) -> list[Arm]:
-    """`cures` of each precision; several are told apart by their names."""
+    """`cures` of each precision; several are told apart by their names. One that is itself among the precisions is
+    no cure of the others."""
     if len(precisions) == 1:
         return cures(precisions[0], lrs, own)
+    lows = {label(p) for p in precisions}
     return [dataclasses.replace(a, name=a.name if a.keep else f"{label(p)}: {a.name}")
-            for p in precisions for a in cures(p, lrs, own)]
+            for p in precisions for a in cures(p, lrs, own) if a.keep or cure_of(a.name) not in lows]
 
 
 def cure_of(name: str) -> str:
@@ -174,11 +203,10 @@ def cures(precision: str, lrs: Sequence[float] = (), own: Sequence[Arm] = (), sh
 
     short: only the paper's cures and cuflash's.
     """
-    def sr(sites: Iterable[str]) -> tuple[str, ...]:
-        table, p = as_precision(precision).table(), as_precision(precision)
-        return tuple(f"{s}={table[s].format}:sr" for s in sites if s not in p.merged and table[s].format != "fp32")
-
     rows = [base(precision), reference(precision), *fixes(precision)]
+    if m := full(precision, ("attn.m", "attn.dm")):
+        rows.append(Arm("capped, m fp32", {"precision": precision, "fix": "capped", "round": m},
+                        "cuflash's, its shift not rounded down to m's format"))
     rows += [Arm(name, {"precision": precision, "set": (f"delta_from={value}",)}, note) for name, value, note in (
         ("delta from P∘dP", "p_dp", "no O in δ"), ("delta from fp32 O", "o_fp32", "PV again in fp32"),
         ("delta from O unrounded", "o_unrounded", "a second, unrounded O is stored"))]
@@ -192,13 +220,16 @@ def cures(precision: str, lrs: Sequence[float] = (), own: Sequence[Arm] = (), sh
              for name, sites, note in named if (texts := full(precision, sites))]
     rows += [Arm(name, {"precision": precision, "round": texts}, "stochastic rounding") for name, sites in (
         ("Ō, O stochastic", (*O_BAR, "attn.o")), ("attn stochastic", tuple(s for s in SITES if s.startswith("attn."))))
-        if (texts := sr(sites))]
+        if (texts := stochastic(precision, sites))]
+    rows += _fa2(precision)
     rows.append(Arm("QK-norm", {"precision": precision, "qk_norm": True}, "LayerNorm of q and k: another model"))
     if short:
         kept = (label(precision), ALL_FP32, "delta from P∘dP", "Ō fp32", "l fp32",
                 *(f"fix {f}" for f, _, _ in FIXES))
         rows = [r for r in rows if r.name in kept]
     rows += [Arm(a.name, {"precision": precision} | a.options, a.note) for a in own]
+    low = label(precision)
     if not lrs:
-        return rows
-    return [Arm(f"{r.name}, lr {lr:g}", r.options | {"lr": lr}, r.note, r.keep) for lr in lrs for r in rows]
+        return [dataclasses.replace(r, low="" if r.keep else low) for r in rows]
+    return [dataclasses.replace(r, name=f"{r.name}, lr {lr:g}", options=r.options | {"lr": lr},
+                                low="" if r.keep else f"{low}, lr {lr:g}") for lr in lrs for r in rows]

@@ -11,7 +11,7 @@ from cuflash.model.run import Run
 from cuflash.model.states import layer_states, states_before
 from cuflash.model.study_failures import Found, decide, isolate, kept, limit_table, spread_out
 from cuflash.model.study_scales import Scale
-from cuflash.model.trials import Study
+from cuflash.model.trials import Arm, Study
 from cuflash.model.why_measures import DeltaRow, Place, Term, Terms, delta_rows, hottest, record, term_cosine, terms
 from cuflash.monte_carlo import Bias
 
@@ -63,11 +63,15 @@ class Why:
         return [f for f in (self.trainings, self.isolated, self.cures) if f is not None]
 
 
+def trainings(precision: str) -> list[Arm]:
+    """The arms of figures 2 and 7."""
+    return [study_arms.base(precision), study_arms.reference(precision), *study_arms.fixes(precision)]
+
+
 def why(study: Study, scale_name: str, scale: Scale, precision: str, *, states: int = 6, samples: int = 2,
         phases: Sequence[str] = PHASES) -> Why:
     """Trains, audits and measures, in the order of what matters most when time is short."""
-    arms = [study_arms.base(precision), study_arms.reference(precision), *study_arms.fixes(precision)]
-    found = Why(scale_name, explain(""), decide(study, arms))
+    found = Why(scale_name, explain(""), decide(study, trainings(precision)))
     if "delta" in phases:
         found.audited = _audited(study, found, precision, states, samples)
     if "isolate" in phases:

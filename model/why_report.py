@@ -121,20 +121,17 @@ class Ranking:
 def cure_ranking(found: Found, alone: Mapping[str, float]) -> list[Ranking]:
     """The cures that train in most settings first, of these the cheapest; none where nothing fails."""
     verdicts = {t.arm: t.verdict for t in found.tallies}
-    groups: dict[tuple[Any, Any], dict[str, str]] = {}
-    lows: dict[tuple[Any, Any], str] = {}
+    groups: dict[str, dict[str, str]] = {}
     for a in found.arms:
-        group = a.options["precision"], a.options.get("lr")
-        groups.setdefault(group, {})[cure_of(a.name)] = a.name
-        if a.keep:
-            lows[group] = a.name
-    open_ = {g: arms for g, arms in groups.items() if g in lows and verdicts[lows[g]] == FAILS
-             and verdicts.get(arms.get(ALL_FP32, "")) == TRAINS}
+        if a.low:
+            groups.setdefault(a.low, {})[cure_of(a.name)] = a.name
+    open_ = {low: arms for low, arms in groups.items()
+             if (verdicts.get(low), verdicts.get(arms.get(ALL_FP32, ""))) == (FAILS, TRAINS)}
     rows = []
-    for cure in dict.fromkeys(c for arms in open_.values() for c, name in arms.items() if name not in lows.values()):
-        mine = [(g, arms[cure]) for g, arms in open_.items() if cure in arms]
+    for cure in dict.fromkeys(c for arms in open_.values() for c in arms):
+        mine = [(low, arms[cure]) for low, arms in open_.items() if cure in arms]
         words = [verdicts[name] for _, name in mine]
-        costs = [alone.get(name, math.nan) / alone.get(lows[g], math.nan) for g, name in mine]
+        costs = [alone.get(name, math.nan) / alone.get(low, math.nan) for low, name in mine]
         rows.append(Ranking(cure, words.count(TRAINS), words.count(FAILS), len(words), sum(costs) / len(costs)))
     return sorted(rows, key=lambda r: (-r.trains, r.fails, r.cost if math.isfinite(r.cost) else math.inf))
 

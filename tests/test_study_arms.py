@@ -40,7 +40,10 @@ def test_isolation_changes_what_it_says():
     for name, switch in (("delta from P∘dP", "p_dp"), ("delta from fp32 O", "o_fp32")):
         p = resolve(found[name].options).resolved_precision()
         assert p.diff(Precision.named("bf16")) == {"delta_from": (switch, "o")}
-    assert resolve(found["tiling off"].options).algorithm == "plain"
+    off = resolve(found["tiling off"].options).resolved_precision()
+    assert off.diff(Precision.named("bf16")) == {"tile": ("none,none", "default")}  # Ō is rounded as before
+    assert off.tiles(64).forward == off.tiles(64).dq == (None, None)
+    assert resolve(found["plain attention"].options).algorithm == "plain"
 
 
 def test_what_the_paper_says_of_them():
@@ -84,6 +87,31 @@ def test_cures():
     assert {a.name for a in arms.cures("bf16", short=True)} < {a.name for a in arms.cures("bf16")}
 
 
+def test_cures_that_are_another_precision_or_two_things_at_once():
+    found = {a.name: a for a in arms.cures("bf16")}
+    assert resolve(found["bf16-fa2"].options).resolved_precision() == Precision.named("bf16-fa2")
+    assert "another precision" in found["bf16-fa2"].note and found["bf16-fa2"].low == "bf16"
+    both, low = found["capped, m fp32"], sites(found["bf16"])
+    assert both.options["fix"] == "capped"
+    assert {s for s in low if sites(both)[s] != low[s]} == {"attn.m", "attn.dm"}
+    assert not {"bf16-fa2 ", "capped, m fp32"} & {a.name for a in arms.cures("bf16-fa2")}  # m is in fp32 there
+    assert [a.name for a in arms.cures("bf16-fa2")].count("bf16-fa2") == 1
+    several = arms.cures_of(["bf16", "bf16-fa2", "fp16-fa2"])
+    assert [a.name for a in several if "bf16-fa2" in a.folder and a.options == {"precision": "bf16-fa2"}] == ["bf16-fa2"]
+
+
+def test_a_user_s_precision_with_roundings_of_its_own_in_layers(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "fp32"\nround = ["L1/attn=bf16"]\n')
+    found = {a.name: a for a in arms.isolation(str(path), n_layer=4, layer=1, heads=(0,))}
+    low, high = sites(found["mine"]), sites(found[arms.ALL_FP32])
+    assert low["attn.o"].format == "bf16" and high["attn.o"].format == "fp32"
+    assert {s for s in low if sites(found["l fp32"])[s] != low[s]} == {"attn.l"}
+    by_chance = next(a for a in arms.cures(str(path)) if a.name == "attn stochastic")
+    assert str(sites(by_chance)["attn.o"]) == "bf16:sr" and str(sites(by_chance, layer=0)["attn.o"]) == "fp32"
+    assert arms.own_places(str(path)) == ["L1/attn=bf16"] and arms.own_places("bf16") == []
+
+
 def test_each_arm_has_its_own_control():
     found = arms.cures_of(["bf16", "bf16-fa2"], [1e-3, 2e-3])
     of = arms.controls(found)
@@ -92,12 +120,19 @@ def test_each_arm_has_its_own_control():
         mine, control = by_name[name].options, by_name[other].options
         assert (mine["precision"], mine["lr"]) == (control["precision"], control["lr"])
         assert control["round"] == ("attn=fp32",)
+    one = arms.controls(arms.cures_of(["bf16"], [1e-3, 2e-3], [arms.Arm.parse("mine: --precision fp16-fa2 --lr 1")]))
+    for name in ("bf16", "bf16-fa2", "mine"):  # whatever their own options say
+        assert [one[f"{name}, lr {lr}"] for lr in (0.001, 0.002)] == [f"attn fp32, lr {lr}" for lr in (0.001, 0.002)]
     swept = arms.controls(arms.sweep("bf16", 4e-3, ["lr", "beta"]))
     assert swept["bf16, lr 0.008"] == f"{arms.ALL_FP32}, lr 0.008" and swept["beta 2"] == arms.ALL_FP32
     assert arms.controls(arms.isolation("bf16", n_layer=4, layer=1, heads=(0,)))["bf16-fa2"] == arms.ALL_FP32
 
 
 def test_mistakes():
+    for make in (arms.base, arms.cures, lambda p: arms.sweeps(p, 1e-3)):
+        for precision in ("fp32", "fp64"):
+            with pytest.raises(ValueError, match=f"precision {precision} has all of attention in fp32 or fp64"):
+                make(precision)
     with pytest.raises(ValueError, match="--layer 4: the model has layers 0 to 3"):
         arms.isolation("bf16", n_layer=4, layer=4, heads=(0,))
     with pytest.raises(ValueError, match="unknown precision 'bf17'"):

@@ -120,7 +120,7 @@ def test_cures(tmp_path, no_figures):
 
 def test_a_budget_writes_what_is_there(tmp_path):
     text = run("study", "isolate", *FLAGS, "--budget", "0", "--heads", "0", "-o", str(tmp_path / "s"))
-    assert text.startswith("up to 98 runs (14 arms, 7 seeds) of 24 steps of 32 tokens, on the CPU\n")
+    assert text.startswith("up to 105 runs (15 arms, 7 seeds) of 24 steps of 32 tokens, on the CPU\n")
     assert "the budget is spent; the same command goes on" in text and "left: bf16: undecided after 0 runs" in text
     assert "## Undecided" in (tmp_path / "s" / "isolate" / "report.md").read_text()
 
@@ -131,7 +131,7 @@ def test_the_paper_s_scale_says_its_cost_first(tmp_path):
             "vocab_size=256", "--heads", "0"]
     text = run("study", "isolate", *tiny, "--ms", "100", "--seeds", "1-3")
     assert "a run is 24 steps of 32 tokens: 768 tokens" in text
-    assert "at 100 ms a step" in text and "the 42 runs that may be needed" in text  # 14 arms, 3 seeds
+    assert "at 100 ms a step" in text and "the 45 runs that may be needed" in text  # 15 arms, 3 seeds
     assert "--yes begins" in text and not (out / "runs").exists()
     run("study", "isolate", *tiny, "--ms", "100", "--yes", "--budget", "0")
     assert "--scale paper needs --data" in mistake("study", "why", "--scale", "paper", "-o", str(out))

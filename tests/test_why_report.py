@@ -103,7 +103,8 @@ def test_table_of_arms():
 def test_cures_are_ranked_by_where_they_train_then_by_cost():
     cells = {"bf16": "ft", "attn fp32": "tt", "slow": "tt", "fast": "tt", "half": "ff"}  # at rates 1 and 2
     word = {"f": "fails", "t": "trains"}
-    arms = [Arm(f"{n}, lr {lr}", {"precision": "bf16", "lr": lr}, keep=n == "bf16") for lr in (1, 2) for n in cells]
+    arms = [Arm(f"{n}, lr {lr}", {"precision": "bf16-fa2" if n == "fast" else "bf16", "lr": lr},
+                low="" if n == "bf16" else f"bf16, lr {lr}") for lr in (1, 2) for n in cells]  # fast: of another one
     tallies = [tally_of(a.name, word[cells[a.name.split(",")[0]][a.options["lr"] - 1]]) for a in arms]
     ms = {a.name: {"slow": 20.0, "fast": 11.0}.get(a.name.split(",")[0], 10.0) for a in arms}
     rows = why_report.cure_ranking(Found(arms, tallies, []), ms)
