@@ -266,7 +266,7 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
         begun = _Begun(options, lambda c: len(arms))
         with begun.study as study:
             found = study_failures.decide(study, arms)
-            timed = study_failures.timings(study, arms, time_steps) if time_steps and not study.over else None
+            timed = study_failures.timings(study, arms, time_steps) if time_steps else None
         ranking = why_report.cure_ranking(found, {t.arm: t.ms for t in timed or ()})
         report = why_report.arms_report(study, found, "cures", [], timed, why_report.ranking_table(ranking))
         begun.write("cures", "Cures and what they cost", report, _tables(found) 
@@ -284,7 +284,8 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
 @SAMPLES
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Sites that are tried alone.")
 @click.option("--horizon", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Steps of a fork; 0: twice as many as from its state to the failure.")
+              help="Steps of a fork; 0: twice as many as from its state to the failure, and two of the criterion's means "
+                   "more.")
 @click.option("--kind", type=click.Choice(["failing", "saving", "both"]), default="both", show_default=True,
               help="The set that is looked for.")
 def bisect(precision: str, source: str | None, states: int, samples: int, top: int, horizon: int, kind: str,

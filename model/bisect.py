@@ -128,7 +128,8 @@ class Bisection:
                 self.decisions = [Decision(**d) for d in stored["decisions"]]
 
     def arm(self, subset: Subset) -> Arm:
-        return Arm(f"{subset.kind} {subset}", merged(self.options, {"round": subset.rounds(self.precision)}),
+        state = "/".join(pathlib.PurePath(self.options["fork"]).parts[-2:])  # so that another one's runs lie elsewhere
+        return Arm(f"{subset.kind} {subset}, from {state}", merged(self.options, {"round": subset.rounds(self.precision)}),
                    WHAT[subset.kind])
 
     def decide(self, subsets: Sequence[Subset]) -> list[str]:
@@ -159,6 +160,14 @@ class Bisection:
             raise Undecided(f"{subset.kind} set {subset}")
         return verdict == (FAILS if subset.kind == FAILING else TRAINS)
 
+    def _without(self, kind: str, everything: Sequence[str]) -> bool:
+        """Whether the empty set passes, so that every set would: it is the other kind's set of all sites."""
+        other = Subset(SAVING if kind == FAILING else FAILING, tuple(everything))
+        verdict, = self.decide([other])
+        if verdict == UNDECIDED and self.study.over:
+            raise Undecided(f"{other.kind} set {other}")
+        return verdict == (FAILS if kind == FAILING else TRAINS)
+
     def minimal(self, kind: str, ranked: Sequence[str], top: int) -> tuple[Subset | None, str]:
         """The minimal set, and why there is none where it is None.
 
@@ -174,6 +183,9 @@ class Bisection:
         if not self._passes(whole):
             verb = "fail" if kind == FAILING else "train"
             return None, f"{whole} ({WHAT[kind]}) does not surely {verb} from this state"
+        if self._without(kind, everything):
+            return None, ("with all of attention in fp32 training fails from this state, too" if kind == FAILING else
+                          "in low precision training does not fail from this state, so nothing has to be saved")
         singles = [Subset(kind, (s,)) for s in everything[:top]]
         self.decide(singles)
         alone = next((s for s in singles if self._passes(s)), None)

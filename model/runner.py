@@ -130,12 +130,15 @@ def look(task: Task) -> tuple[TrainConfig, Outcome | None]:
     if version != NUMERICS_VERSION:
         raise ValueError(f"{task.path} is a run of numerics version {version}, this is {NUMERICS_VERSION}; give another "
                          "folder")
-    changed = config.changed(resolve(stored["train"]))
+    theirs = resolve(stored["train"])
+    changed = config.changed(theirs)
+    if config.log_every != theirs.log_every:  # a resume may change it, but the criterion counts logged losses
+        changed.append("log_every")
     if not changed:  # files that the options name may have been written anew
         changed = [f"the text of {config.precision}"] * (
             stored["precision"]["digest"] != config.resolved_precision().digest)
-        mine, theirs = config.user_files(), stored["user_files"]
-        changed += [f"the text of {file}" for file in mine if theirs.get(file) != mine[file]]
+        changed += [f"the text of {file}" for file, sha in config.user_files().items()
+                    if stored["user_files"].get(file) != sha]
     if changed:
         raise ValueError(f"{task.path} is a run of other options: {', '.join(changed)} differ; give another folder")
     return config, outcome(task.path, task.criterion, config.steps, task.stop_early)

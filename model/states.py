@@ -58,15 +58,19 @@ class LayerState:
         return p @ k / p.sum(axis=-1, keepdims=True)
 
 
+class NoState(ValueError):
+    """A run has no checkpoint of a state that is asked for."""
+
+
 def states_before(run: Run, onset: int, count: int) -> list[int]:
     """The last checkpoints whose next pass comes before a failure showed, steps ascending.
 
     Raises:
-        ValueError: there is none.
+        NoState: there is none.
     """
     steps = [step for step, _ in run.checkpoints() if step + 1 < onset]
     if not steps:
-        raise ValueError(f"{run.path} has no checkpoint from before step {onset}, where its failure shows")
+        raise NoState(f"{run.path} has no checkpoint from before step {onset}, where its failure shows")
     return steps[-count:]
 
 

@@ -84,7 +84,7 @@ def isolation(precision: str, *, n_layer: int, layer: int, heads: Sequence[int])
 
     Args:
         layer: where low precision does its harm, the paper's second layer.
-        heads: of that layer, those that keep O in full in the row of chosen heads.
+        heads: of that layer, those that keep O in full in the row of chosen heads; none: no such row.
 
     Raises:
         ValueError: the model has no such layer.
@@ -112,7 +112,7 @@ def isolation(precision: str, *, n_layer: int, layer: int, heads: Sequence[int])
         arm("delta from O unrounded", "", "O before its last rounding for δ", set=("delta_from=o_unrounded",)),
         arm("O fp32", TRAINS, "row 5b: forward's PV, Ō and O in fp32", full(precision, o)),
         arm(f"O fp32 in heads {_numbers(heads)}", TRAINS, f"row 6: of layer {layer}",
-            full(precision, o, f"L{layer}/H{_numbers(heads)}/")),
+            full(precision, o, f"L{layer}/H{_numbers(heads)}/")) if heads else None,
         arm("Ō fp32", TRAINS, "row 7: P̄V and its sum over the tiles", full(precision, O_BAR)),
         arm("l fp32", "", "the row sum", full(precision, ("attn.l",))),
         arm("S fp32", "", "S and α·S, all else low", full(precision, ("attn.s", "attn.s_scaled"))),

@@ -1,4 +1,6 @@
 """`cuflash study isolate | sweep | cures | bisect`: what each runs and measures; model/why_report.py writes it up."""
+import dataclasses
+import hashlib
 import json
 import pathlib
 import time
@@ -12,39 +14,59 @@ from cuflash.model import blas, session, study_arms
 from cuflash.model.bisect import FAILING, SAVING, Bisection, Decision, Subset, Undecided
 from cuflash.model.config import TrainConfig, resolve
 from cuflash.model.data import load
+from cuflash.model.layers import LAYERS
 from cuflash.model.limits import Limits, limits
-from cuflash.model.run import Run, write_whole
+from cuflash.model.run import CONFIG, Run, write_whole
 from cuflash.model.runner import free_gpu
 from cuflash.model.screen import ALL, Ranked, Screened, ranking, screen
 from cuflash.model.states import states_before
 from cuflash.model.study_scales import Scale
 from cuflash.model.train import Trainer
 from cuflash.model.trials import Arm, Results, Study, Tally, Trial, merged, milliseconds
+from cuflash.model.verdict import Criterion
 
 T = TypeVar("T")
 
 
 def kept(path: pathlib.Path, key: Any, kind: type, make: Callable[[], list[Any]]) -> list[Any]:
     """Rows of a dataclass, from a JSON file if it has them under this key, else made and written there."""
-    key = json.loads(json.dumps(key))
-    if path.is_file():
-        stored = json.loads(path.read_text("utf-8"))
-        if stored["key"] == key:
-            return [kind(**row) for row in stored["rows"]]
-    rows = make()
+    rows = stored(path, key, kind)
+    if rows is None:
+        rows = make()
+        keep(path, key, rows)
+    return rows
+
+
+def stored(path: pathlib.Path, key: Any, kind: type) -> list[Any] | None:
+    """Rows that `keep` has written under this key."""
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text("utf-8"))
+    return [kind(**row) for row in found["rows"]] if found["key"] == json.loads(json.dumps(key)) else None
+
+
+def keep(path: pathlib.Path, key: Any, rows: Sequence[Any]) -> None:
     text = json.dumps({"key": key, "rows": [asdict(r) for r in rows]}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-    return rows
+
+
+def key_of(run: Run, onset: int, states: int, samples: int) -> dict[str, Any]:
+    """What is measured at the states before a failure depends on, without the checkpoints themselves, which may be
+    gone by now."""
+    config = hashlib.sha256((run.path / CONFIG).read_bytes()).hexdigest()
+    return {"run": f"{run.path.parent.name}/{run.path.name}", "config": config, "onset": onset, "states": states,
+            "samples": samples}
 
 
 @dataclass
 class Found:
-    """What a study of arms found: arms in their order, tallies, runs."""
+    """What a study of arms found: arms in their order, tallies, runs; notes of what could not be done."""
 
     arms: list[Arm]
     tallies: list[Tally]
     trials: list[Trial]
+    notes: list[str] = field(default_factory=list)
 
     def tally(self, name: str) -> Tally | None:
         return next((t for t in self.tallies if t.arm == name), None)
@@ -61,8 +83,8 @@ def decide(study: Study, arms: Sequence[Arm]) -> Found:
 
 def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ()) -> Found:
     """The isolation table; the run of low precision comes first where heads are chosen by it."""
-    config = resolve(study.common)
-    heads = scale.heads
+    config = resolve({name: value for name, value in study.common.items() if name != "fork"})
+    heads, notes = scale.heads, list[str]()
     if heads is None:
         base, seeds = study_arms.base(precision), study.seeds[:1]
         study.check(own)
@@ -71,15 +93,24 @@ def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ())
         if not first:
             return Found([], [], [])
         heads = strongest_heads(Run(study.folder / first[0].folder), scale.layer)
+        if not heads:
+            notes = [f"No row of chosen heads: {first[0].folder} has no spectral norms to choose them by; `--heads` names "
+                     "them."]
     rows = study_arms.isolation(precision, n_layer=config.n_layer, layer=scale.layer, heads=heads)
-    return decide(study, [*rows, *own])
+    found = decide(study, [*rows, *own])
+    return dataclasses.replace(found, notes=notes)
 
 
 def strongest_heads(run: Run, layer: int) -> tuple[int, ...]:
-    """The half of a layer's heads whose W_Q had the largest spectral norms at the end of a run."""
+    """The half of a layer's heads whose W_Q had the largest spectral norms at the end of a run; none where it has
+    measured none, as one that failed in its first step."""
     name = f"spectral/L{layer:02d}/q_heads"
-    norms = run.layers[name]
-    last = norms[np.isfinite(norms).all(axis=1)][-1]
+    layers = run.layers if (run.path / LAYERS).is_file() else {}
+    norms = layers[name] if name in list(layers) else np.empty((0, 1))
+    norms = norms[np.isfinite(norms).all(axis=1)]
+    if not len(norms):
+        return ()
+    last = norms[-1]
     return tuple(sorted(np.argsort(-last, kind="stable")[:max(1, len(last) // 2)].tolist()))
 
 
@@ -102,25 +133,34 @@ class Timing:
     """Milliseconds of a step of an arm that ran alone: the fastest of some."""
 
     arm: str
+    options: str
     ms: float
 
 
 def timings(study: Study, arms: Sequence[Arm], steps: int) -> list[Timing]:
-    """Each arm by itself, one after the other, in a process of the study's executor; kept in timing.json."""
-    known = study.folder / "timing.json"
-    key = {"common": study.common, "steps": steps, "arms": [(a.name, a.flags) for a in arms]}
+    """Each arm by itself, one after the other, in a process of the study's executor; kept in timing.json.
 
-    def make() -> list[Timing]:
-        found = []
-        for arm in arms:
-            results = Results(study.executor)
-            results.submit(arm.name, step_ms, merged(study.common, arm.options), steps)
-            while (ended := results.next(study.board.interval)) is None:
-                pass
-            found.append(Timing(*ended))
-            study.board.say(f"{arm.name}: {milliseconds(found[-1].ms)} a step, alone")
-        return found
-    return kept(known, key, Timing, make)
+    Once time is over, those that have been measured.
+    """
+    path = study.folder / "timing.json"
+    key = {"common": study.common, "steps": steps, "device": session.device(
+        session.options(None, merged(study.common, arms[0].options)))}
+    known = {(t.arm, t.options): t for t in stored(path, key, Timing) or ()}
+    for arm in arms:
+        if (arm.name, arm.flags) in known or study.over:
+            continue
+        results = Results(study.executor)
+        results.submit(arm.name, step_ms, merged(study.common, arm.options), steps)
+        while (ended := results.next(study.board.interval)) is None:
+            pass
+        found = Timing(arm.name, arm.flags, ended[1])
+        known[arm.name, arm.flags] = found
+        keep(path, key, list(known.values()))
+        study.board.say(f"{arm.name}: {milliseconds(found.ms)} a step, alone")
+    missing = [a.name for a in arms if (a.name, a.flags) not in known]
+    if missing:
+        study.left.append(f"time of a step alone: {len(missing)} of {len(arms)} arms")
+    return [known[a.name, a.flags] for a in arms if a.name not in missing]
 
 
 RATE = 3e14  # FLOP/s, a third of an H200's peak
@@ -196,15 +236,15 @@ def failing_run(study: Study, precision: str) -> Trial | None:
     return None
 
 
-def screened(study: Study, run: Run, states: Sequence[int], samples: int, out: pathlib.Path) -> list[Screened]:
-    """Screens these states, several at once, kept in screen.json."""
+def screened(study: Study, run: Run, onset: int, states: int, samples: int, out: pathlib.Path) -> list[Screened]:
+    """Screens so many states before the failure, several at once, kept in screen.json."""
     def make() -> list[Screened]:
+        steps = states_before(run, onset, states)
         layers = range(resolve(run.config["train"]).n_layer)
-        rows = spread_out(study, [(step, layer) for step in states for layer in layers],
+        rows = spread_out(study, [(step, layer) for step in steps for layer in layers],
                           lambda place: (screen, run.path, place[0], range(samples), [place[1]]), "screened")
         return [row for some in rows for row in some]
-    return kept(out / "screen.json", {"run": str(run.path), "states": list(states), "samples": samples}, Screened,
-                make)
+    return kept(out / "screen.json", key_of(run, onset, states, samples), Screened, make)
 
 
 def bisect(study: Study, run: Run, onset: int, out: pathlib.Path, *, states: int = 3, samples: int = 2, top: int = 3,
@@ -214,16 +254,24 @@ def bisect(study: Study, run: Run, onset: int, out: pathlib.Path, *, states: int
     Args:
         onset: the step where the failure shows.
         top: sites that are tried alone, at most.
-        horizon: steps of a fork; 0: twice as many as from the state to the failure, and ten logged ones at least.
+        horizon: steps of a fork; 0: `forked_steps`.
 
     Raises:
-        ValueError: the run has no state from before its failure.
+        ValueError: the run has no state from before its failure, its precision rounds otherwise in some layers or
+            heads, or the horizon is too short for the criterion.
     """
     config = resolve(run.config["train"])
-    steps = states_before(run, onset, states)
-    rows = screened(study, run, steps, samples, out)
+    if places := study_arms.own_places(config.resolved_precision()):
+        raise ValueError(f"{run.path}: its precision has roundings of their own in some places ({', '.join(places)}), "
+                         "which a set of sites cannot stand for; bisect a run whose attention rounds alike everywhere")
+    if horizon and horizon // config.log_every <= study.criterion.rows:
+        raise ValueError(f"--horizon {horizon}: has {horizon // config.log_every} logged losses, and no fork can fail "
+                         f"before the mean of {study.criterion.rows} rises above an earlier one: give "
+                         f"{(study.criterion.rows + 1) * config.log_every} or more")
+    rows = screened(study, run, onset, states, samples, out)
+    steps = sorted({r.step - 1 for r in rows})
     found = Bisected(str(run.path), onset, steps, rows, ranking(rows))
-    end = steps[0] + (horizon or max(2 * (onset - steps[0]), 10 * config.log_every))
+    end = steps[0] + (horizon or forked_steps(onset - steps[0], study.criterion, config.log_every))
     fork = f"{run.path}@{steps[0]}"
     options = {"steps": end, "round": config.round}
     search = Bisection(study, fork, config.resolved_precision(), options, out / "decisions.json", config.n_layer,
@@ -242,4 +290,10 @@ def bisect(study: Study, run: Run, onset: int, out: pathlib.Path, *, states: int
             found.saving = subset
     found.decisions, found.runs = search.decisions, search.runs
     return found
+
+
+def forked_steps(before: int, criterion: Criterion, log_every: int) -> int:
+    """How long a fork goes on that begins so many steps before a failure: twice as long, and two means of the
+    criterion more, one to begin with and one that has risen; ten logged ones at least."""
+    return max(2 * before + 2 * criterion.rows * log_every, 10 * log_every)
 

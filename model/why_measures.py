@@ -14,7 +14,9 @@ from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.dump import recording
 from cuflash.model.passes import one_pass
 from cuflash.model.states import LayerState, layer_states
+from cuflash.whole_file import whole_file
 
+TERMS_FORMAT = "cuflash terms 1"
 TERMS = 32  # tokens with the largest |δ_lp − δ_hp|, whose directions are compared
 ROW_SITES = ("attn.p", "attn.v", "attn.alpha", "attn.m")
 
@@ -126,6 +128,37 @@ class Term:
     @property
     def outer(self) -> np.ndarray:
         return np.outer(self.pk[self.token], self.x[self.token])
+
+
+def write_terms(path: pathlib.Path, found: Sequence[Term]) -> None:
+    """HDF5: a group for each, with what it says of itself as attributes."""
+    import h5py
+    with whole_file(path) as partial, h5py.File(partial, "w") as f:
+        f.attrs["format"] = TERMS_FORMAT
+        for i, term in enumerate(found):
+            group = f.create_group(f"{i:02d}")
+            for name, value in vars(term).items():
+                if isinstance(value, np.ndarray):
+                    group.create_dataset(name, data=value, shuffle=True, compression=1)
+                else:
+                    group.attrs[name] = value
+
+
+def read_terms(path: pathlib.Path) -> list[Term]:
+    """What `write_terms` wrote.
+
+    Raises:
+        ValueError: another file, or a damaged one.
+    """
+    import h5py
+    try:
+        with h5py.File(path, "r") as f:
+            if f.attrs.get("format") != TERMS_FORMAT:
+                raise ValueError(f"{path} is an HDF5 file, but not {TERMS_FORMAT!r}")
+            return [Term(**{n: int(v) for n, v in g.attrs.items()}, **{n: d[...] for n, d in g.items()})
+                    for g in (f[name] for name in sorted(f))]
+    except (OSError, KeyError, TypeError) as e:  # TypeError: a group with other fields
+        raise ValueError(f"{path}: damaged, cut short or not HDF5 ({e})") from e
 
 
 def term_cosine(a: Term, b: Term) -> float:

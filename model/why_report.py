@@ -36,9 +36,12 @@ does not settle is *undecided*. Intervals are Wilson's, of 95 %; the median step
 pairs with fp32 attention: runs that failed in this arm alone / in the other alone, with McNemar's exact p, and the
 mean difference of the last loss where both trained, with its standard error and the sign test's p. As few runs as
 the sequential test takes cannot make the exact tests significant; `--least` gives more."""
-RULES = f"""Rules: a row of the isolation table is confirmed where its verdict is the paper's; where low precision itself
-does not fail or fp32 attention does not train, *trains* proves nothing and the claim is undecided. A layer stands out
-where its W_Q has {SPIKE:g} times the spectral norm of the median layer; terms have one direction where their mean
+RULES = f"""Rules: a row of the isolation table is confirmed where its verdict is the paper's. It is undecided where the
+two that it is measured by leave it open: *trains* proves nothing where low precision itself does not fail or fp32
+attention does not train, *fails* nothing where fp32 attention does not train, and that a part trains nothing against
+the paper where the whole does not fail. δ, its direction and its row are those of the layer where δ's low precision
+adds most to W_Q's growth, and of its head with the largest |Σ|: such claims are on one place, not on all. A layer
+stands out where its W_Q has {SPIKE:g} times the spectral norm of the median layer; terms have one direction where their mean
 |cosine| is {ALIKE:g} or more; a sign is sure at {SURE:g} standard errors; a count rises where Kendall's tau with the
 step is {TREND} or more."""
 
@@ -160,7 +163,7 @@ def arm_figures(found: Found, folder: pathlib.Path, prefix: str) -> "dict[str, F
     lines = {n: [(s.step, s.share) for s in kaplan_meier([t.onset if t.failed else t.step for t in ts],
                                                           [t.failed for t in ts])] for n, ts in there.items()}
     if any(lines.values()):
-        last = max(t.step for ts in there.values() for t in ts)
+        last = max(max(t.step, t.onset) for ts in there.values() for t in ts)
         figures[f"{prefix}_survival"] = plot_why.survival({n: p for n, p in lines.items() if p}, last)
     return figures
 
@@ -186,19 +189,21 @@ def said(t: Tally) -> str:
 
 def outcome_claims(found: Found, figure: str) -> list[Claim]:
     """The paper's word on each arm that it has one on, against the verdict."""
-    base, reference = (next((t for t in found.tallies if t.arm == a.name), None) for a in found.arms[:2])
-    if base is None or reference is None:
+    if len(found.tallies) < 2:
         return []
+    base, reference, *others = found.tallies
     claims = [_pair_claim(base, reference)] if figure == "2, 7" else []
-    shown = base.verdict == FAILS and reference.verdict == TRAINS
-    for t in found.tallies[2:]:
+    fails, trains = base.verdict == FAILS, reference.verdict == TRAINS
+    for t in others:
         if not t.paper:
             continue
-        vacuous = t.paper == TRAINS and not shown
+        # A failure shows something where fp32 attention trains; a run that trains, where low precision fails, too.
+        vacuous = not trains or not fails and TRAINS in (t.paper, t.verdict)
+        nothing = "nothing to cure was shown" if t.paper == TRAINS else "no failure of low precision was shown"
         claims.append(Claim(
             figure, f"{t.arm}: {t.paper}", said(t),
             UNCLEAR if vacuous or t.verdict == UNDECIDED else VERDICTS[0] if t.verdict == t.paper else VERDICTS[2],
-            (f"{said(base)} and {said(reference)}: nothing to cure was shown" if vacuous else t.note)))
+            f"{said(base)} and {said(reference)}: {nothing}" if vacuous else t.note))
     return claims
 
 
@@ -206,8 +211,8 @@ def _pair_claim(base: Tally, reference: Tally) -> Claim:
     unclear = UNDECIDED in (base.verdict, reference.verdict)
     return Claim("2", "low-precision attention fails where attention in fp32 trains, on the same batches",
                  f"{said(base)}; {said(reference)}",
-                 UNCLEAR if unclear else verdict([base.verdict == FAILS, reference.verdict == TRAINS]),
-                 f"of {base.runs} seeds that both have {base.only_this} fail in low precision alone, "
+                 UNCLEAR if unclear else verdict([(base.verdict, reference.verdict) == (FAILS, TRAINS)]),
+                 f"of {base.pairs} seeds that both have {base.only_this} fail in low precision alone, "
                  f"{base.only_other} in fp32 alone")
 
 
@@ -246,14 +251,19 @@ def _spectral_claim(a: Audited) -> Claim:
                  f"largest in layer {top} (layers count from 0), {sigma[top] / middle:.2g} times the median")
 
 
-def touched_claim(run: Run, name: str) -> Claim:
-    """Figure 13: how many rows have ties, in low precision without a fix."""
-    rows = columns(run, "step", "ties", "rows")
-    share = rows["ties"] / rows["rows"]
-    trend = tau(rows["step"].tolist(), share.tolist())
-    return Claim("13", "rows with tied maxima become more before the failure",
-                 f"{name}: {share[0]:.2%} of the rows at step {rows['step'][0]:.0f}, {share[-1]:.2%} at step "
-                 f"{rows['step'][-1]:.0f}, tau {trend:+.2f}", verdict([trend >= TREND]),
+def touched_claim(run: Run, name: str, onset: int) -> Claim:
+    """Figure 13: how many rows have ties, in low precision without a fix; onset: of its failure, -1 where it trains."""
+    paper = "rows with tied maxima become more before the failure"
+    rows = [r for r in run.metrics if onset < 0 or r["step"] < onset]
+    if len(rows) < 2:
+        return Claim("13", paper, f"{name}: {len(rows)} logged steps before step {onset}", UNCLEAR, "it fails too soon")
+    steps, share = [r["step"] for r in rows], [r["ties"] / r["rows"] for r in rows]
+    trend = tau(steps, share)
+    measured = (f"{name}: {share[0]:.2%} of the rows at step {steps[0]:.0f}, {share[-1]:.2%} at step {steps[-1]:.0f}, "
+                f"tau {trend:+.2f}")
+    if onset < 0:
+        return Claim("13", paper, measured, UNCLEAR, "this run does not fail")
+    return Claim("13", paper, measured, verdict([trend >= TREND]),
                  "of all layers and heads in a step; scores rounded to few bits are equal more often as they grow")
 
 
@@ -274,7 +284,8 @@ def limits_claim(rows: Sequence[Limits]) -> Claim:
     mine = [r for r in rows if r.fix.startswith("qiu") and r.side == "above 0"]
     lost = [r for r in mine if math.isfinite(r.nan)]
     return Claim("App. C", "β too large underflows, too near 1 rounds back to 1",
-                 "NaN from a tied maximum of " + ", ".join(f"{r.nan:.3g} ({r.fix})" for r in lost),
+                 ("NaN from a tied maximum of " + ", ".join(f"{r.nan:.3g} ({r.fix})" for r in lost)) if lost else
+                 "no NaN at any tied maximum",
                  verdict([bool(lost), any(r.inert > 0.1 for r in mine)]),
                  "a largest |r_m| at which nothing changes: "
                  + ", ".join(f"{r.inert:.2g} ({r.fix})" for r in mine[:3]))
@@ -291,7 +302,8 @@ def arms_report(study: Study, found: Found, prefix: str, claims: list[Claim],
     figures = arm_figures(found, study.folder, prefix)
     times = None if alone is None else {t.arm: t.ms for t in alone}
     body = [setting(resolve(study.common), study.criterion, study), *([RULES] if claims else []), "## Arms",
-            arms_table(found.tallies, times), arm_captions(found, figures, prefix), more, left(study.left)]
+            *found.notes, arms_table(found.tallies, times), arm_captions(found, figures, prefix), more,
+            left(study.left)]
     return claims, "\n\n".join(filter(None, body)) + "\n", figures
 
 
@@ -310,12 +322,13 @@ def why_report(study: Study, w: Why) -> Report:
         figures["figure_13"] = plot_why.touched({n: columns(r, *names) for n, r in firsts.items()})
         body.append(figure("figure_13", "Rows of attention with tied maxima, and those the fix changes, beside the "
                                         "loss; the first seed of each arm (figure 13)."))
-    if base in firsts:
-        claims.append(touched_claim(firsts[base], base))
+    if mine := w.trainings.of(base):
+        trial = next((t for t in mine if t.failed), mine[0])
+        claims.append(touched_claim(Run(study.folder / trial.folder), f"{base}, seed {trial.seed}", trial.onset))
     if w.isolated is not None and w.isolated.tallies:
         figures |= arm_figures(w.isolated, study.folder, "isolation")
         claims += outcome_claims(w.isolated, "§ 3.2")
-        body += ["## Isolation (§ 3.2)", arms_table(w.isolated.tallies),
+        body += ["## Isolation (§ 3.2)", *w.isolated.notes, arms_table(w.isolated.tallies),
                  arm_captions(w.isolated, figures, "isolation")]
     if w.audited is not None:
         a = w.audited
@@ -341,7 +354,7 @@ def why_report(study: Study, w: Why) -> Report:
         figures["bias"] = plot.bias(w.bias)
         body += ["## Bias and limits (§ 3.3, § 4, appendix C)",
                  figure("bias", "Mean error of Ō and O against the rest of the row, by the number of keys at P̄ = 1."),
-                 "Two tied keys at a row maximum, no training:", limits_table(w.limits)]
+                 f"Two tied keys at a row maximum, {w.limits[0].precision}, no training:", limits_table(w.limits)]
     if w.cures is not None and w.cures.tallies:
         body += ["## Cures, in short", arms_table(w.cures.tallies)]
     body.append(left(study.left))

@@ -150,6 +150,16 @@ def test_time_that_is_spent_keeps_what_was_decided(tmp_path):
     assert short.asked + on.asked == whole.asked
 
 
+def test_no_rounding_is_to_blame_where_every_run_does_the_same(tmp_path):
+    """Every set would pass, so the first one that is tried is no finding."""
+    for kind, fails, why in ((FAILING, True, "with all of attention in fp32 training fails from this state, too"),
+                             (SAVING, False, "nothing has to be saved")):
+        study = Study(lambda p, fails=fails: fails)
+        (tmp_path / kind).mkdir()
+        found, because = search(tmp_path / kind, study).minimal(kind, SITES, 3)
+        assert found is None and why in because and len(study.asked) == 2
+
+
 def test_a_state_that_no_rounding_makes_fail(tmp_path):
     found, why = search(tmp_path, Study(lambda p: False)).minimal(FAILING, SITES, 3)
     assert found is None and "does not surely fail from this state" in why

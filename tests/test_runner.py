@@ -57,6 +57,8 @@ def test_other_options_are_refused(whole):
     path, _ = whole
     with pytest.raises(ValueError, match="is a run of other options: lr, min_lr differ; give another folder"):
         work(task(path, lr=1e-3))
+    with pytest.raises(ValueError, match="other options: log_every differ"):  # the criterion counts logged losses
+        look(task(path, log_every=1))
     assert look(task(path, keep=True))[1].done  # how often checkpoints are written is none of them
 
 

@@ -64,7 +64,13 @@ def test_why(low, monkeypatch):
     with h5py.File(folder / "study.h5") as f:
         assert f.attrs["command"].startswith("cuflash study why") and len(f["runs/seed"]) == len(runs)
     monkeypatch.setattr("cuflash.report.write_figures", lambda folder, figures: None)
+    for file in folder.rglob("checkpoints/*.h5"):  # what was taken from them is kept
+        file.rename(file.with_suffix(".away"))
+    for name in ("delta_rows", "layer_states", "record"):
+        monkeypatch.setattr(f"cuflash.model.study_why.{name}", None)
     again = run(*words)
+    for file in folder.rglob("checkpoints/*.away"):
+        file.rename(file.with_suffix(".h5"))
     assert ": runs\n" not in again and rows_of(folder / "claims.csv") == claims
     assert rows_of(folder / "runs.csv") == runs
 
@@ -123,6 +129,33 @@ def test_a_budget_writes_what_is_there(tmp_path):
     assert text.startswith("up to 105 runs (15 arms, 7 seeds) of 24 steps of 32 tokens, on the CPU\n")
     assert "the budget is spent; the same command goes on" in text and "left: bf16: undecided after 0 runs" in text
     assert "## Undecided" in (tmp_path / "s" / "isolate" / "report.md").read_text()
+    text = run("study", "isolate", *FLAGS, "--budget", "0", "-o", str(tmp_path / "t"))  # no run to choose heads by
+    assert "left: bf16: 1 of 1 runs" in text and (tmp_path / "t" / "isolate" / "report.md").exists()
+    text = run("study", "why", *FLAGS, "--budget", "0", "-o", str(tmp_path / "u"))
+    assert "left: figure 6: the bias" in text and "figure 2: low-precision attention fails" in text
+
+
+def test_why_of_a_run_that_fails_in_its_first_step(tmp_path, no_figures):
+    out = tmp_path / "s"
+    text = run("study", "why", *FLAGS, "--seeds", "1-2", "--steps", "4", "--option", "log_every=10", "--option",
+               "fix=shift:offset=1e4,epsilon=1e30", "--phases", "trainings,delta,isolate", "-o", str(out))
+    assert "bf16 fails (2 of 2 runs failed, median from step 1)" in text
+    report = (out / "report.md").read_text()
+    assert "no checkpoint from before step 1" in report and "No row of chosen heads" in report
+    assert "0 logged steps before step 1" in {c["figure"]: c["measured"] for c in rows_of(out / "claims.csv")}["13"]
+
+
+def test_forked_studies(tmp_path, no_figures):
+    """From a checkpoint; QK-norm would be another model."""
+    source = tmp_path / "r"
+    plain = [w for w in FLAGS if w not in ("--jobs", "0", "--option", "log_every=2")]
+    run("train", *plain, "--precision", "bf16", "--out", str(source), "--log-every", "2")
+    flags = [*FLAGS, "--steps", "30", "--fork", f"{source}@24", "--seeds", "1", "-o", str(tmp_path / "s")]
+    run("study", "cures", *flags, "--time-steps", "0")
+    names = {r["arm"] for r in rows_of(tmp_path / "s" / "cures" / "arms.csv")}
+    assert {"bf16", "bf16-fa2", "capped, m fp32"} <= names and "QK-norm" not in names
+    assert (Run(tmp_path / "s" / "runs" / "bf16" / "seed-1").metrics[0]["step"]) == 26
+    run("study", "isolate", *flags)
 
 
 def test_the_paper_s_scale_says_its_cost_first(tmp_path):

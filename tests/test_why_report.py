@@ -39,17 +39,41 @@ def test_rows_of_the_isolation_table():
 
 
 def test_nothing_is_cured_where_nothing_fails():
-    for base, reference in (("trains", "trains"), ("fails", "fails"), ("undecided", "trains")):
+    for base, reference, expected in (("trains", "trains", "confirmed"), ("undecided", "trains", "confirmed"),
+                                      ("fails", "fails", "undecided"), ("fails", "undecided", "undecided")):
         c = why_report.outcome_claims(found(bf16=base, fp32=reference, a="trains", b="fails"), "§ 3.2")
-        assert verdicts(c) == ["undecided", "confirmed"] and "nothing to cure was shown" in c[0].why
+        assert verdicts(c) == ["undecided", expected] and "nothing to cure was shown" in c[0].why
+    c = why_report.outcome_claims(found(bf16="fails", fp32="fails", a="fails", b="trains"), "§ 3.2")
+    assert verdicts(c) == ["undecided"] * 2 and "no failure of low precision was shown" in c[1].why
+
+
+def test_a_part_that_trains_says_nothing_where_the_whole_does():
+    c = why_report.outcome_claims(found(bf16="trains", fp32="trains", b="trains"), "§ 3.2")
+    assert verdicts(c) == ["undecided"]
+    assert why_report.outcome_claims(Found([], [], []), "§ 3.2") == []
+
+
+def test_rows_with_ties_count_before_the_failure(saved_run, monkeypatch):
+    def claim(ties, onset=-1):
+        monkeypatch.setattr(type(saved_run), "metrics", property(lambda run: [
+            {"step": 10.0 * (i + 1), "ties": float(n), "rows": 100.0} for i, n in enumerate(ties)]))
+        return why_report.touched_claim(saved_run, "bf16, seed 2", onset)
+    rising = claim([1, 2, 3, 4, 50, 60], 50)
+    assert rising.verdict == "confirmed" and "4.00% at step 40, tau +1.00" in rising.measured
+    assert claim([4, 3, 2, 1, 50, 60, 70, 80, 90], 50).verdict == "not confirmed"  # what comes after is no sign before
+    assert claim([1, 2, 3, 4]).verdict == "undecided" and "does not fail" in claim([1, 2, 3]).why
+    assert claim([], 1).verdict == claim([5], 20).verdict == "undecided"
 
 
 @pytest.mark.parametrize("base, reference, expected", [
-    ("fails", "trains", "confirmed"), ("trains", "trains", "in part"), ("fails", "fails", "in part"),
+    ("fails", "trains", "confirmed"), ("trains", "trains", "not confirmed"), ("fails", "fails", "not confirmed"),
     ("trains", "fails", "not confirmed"), ("undecided", "trains", "undecided"), ("fails", "undecided", "undecided")])
 def test_low_precision_against_fp32(base, reference, expected):
     first, *_ = why_report.outcome_claims(found(bf16=base, fp32=reference), "2, 7")
     assert (first.figure, first.verdict) == ("2", expected)
+    pairs = dataclasses.replace(tally_of("bf16", "fails"), runs=7, pairs=5, only_this=4)
+    assert "of 5 seeds that both have 4 fail in low precision alone" in why_report.outcome_claims(
+        Found([], [pairs, tally_of("fp32", "trains")], []), "2, 7")[0].why
     assert why_report.outcome_claims(found(bf16=base, fp32=reference), "§ 3.2") == []
 
 
