@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Run = Mapping[str, np.ndarray]
+MARKERS = "os^Dv<>p"  # eight beside the seven colours, so that no two of 56 lines are alike
 VERDICT_COLOURS = {"fails": COLOURS[1], "trains": COLOURS[0], "undecided": "0.6"}
 COLUMNS = (4, 5, 3)
 
@@ -73,7 +74,8 @@ def survival(curves: Mapping[str, Sequence[tuple[int, float]]], last: int) -> "F
         ax = fig.subplots()
         for i, (name, points) in enumerate(curves.items()):
             steps, shares = [0, *(s for s, _ in points), last], [1.0, *(share for _, share in points)]
-            ax.step(steps, [*shares, shares[-1]], where="post", label=name, **_line(i))
+            marks = {"marker": MARKERS[i // len(COLOURS)], "markersize": 3.5} if i >= len(COLOURS) else {}
+            ax.step(steps, [*shares, shares[-1]], where="post", label=name, **_line(i), **marks)
         ax.set(xlabel="step", ylabel="share that trains", ylim=(-0.03, 1.03))
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), ncols=1 + len(curves) // 14)
         return fig
@@ -82,7 +84,7 @@ def survival(curves: Mapping[str, Sequence[tuple[int, float]]], last: int) -> "F
 def touched(runs: Mapping[str, Run]) -> "Figure":
     """Loss, and the share of attention's rows that have ties and that the fix changes (figure 13)."""
     with _style():
-        fig = _figure(WIDTH, 2.2)
+        fig = _figure(WIDTH, 2.2 + 0.15 * -(-len(runs) // 3))
         loss, ties, changed = fig.subplots(1, 3, sharex=True)
         for i, (name, run) in enumerate(runs.items()):
             loss.plot(run["step"], run["loss"], label=name, **_line(i))
@@ -92,7 +94,7 @@ def touched(runs: Mapping[str, Run]) -> "Figure":
                                                (changed, "Rows the fix changes", "% of rows"))):
             _letter(ax, k, title)
             ax.set(xlabel="step", ylabel=unit)
-        loss.legend()
+        fig.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return fig
 
 
@@ -105,7 +107,7 @@ def delta_sums(rows: Sequence[Any]) -> "Figure":
         for i, layer in enumerate(layers):
             mine = sorted((r for r in rows if r.layer == layer and r.head < 0), key=lambda r: r.step)
             steps = [r.step for r in mine]
-            style: dict[str, Any] = {"marker": "os^Dv<>"[i % 7], "markersize": 2.5} | _line(i)
+            style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "markersize": 2.5} | _line(i)
             total.plot(steps, np.cumsum([r.sum for r in mine]), label=f"L{layer}", **style)
             growth.plot(steps, [r.growth for r in mine], **style)
             sigma.plot(steps, [r.sigma for r in mine], **style)
@@ -151,10 +153,12 @@ def screening(ranked: Sequence[Any]) -> "Figure":
                                                                r"$\Sigma\,\Delta\delta$")):
             ax.axvline(0, color="0.4", linewidth=0.6)
             values = np.array([getattr(r, name) for r in ranked])
-            finite = values[np.isfinite(values)]
-            values[~np.isfinite(values)] = 1.2 * max(finite.max(initial=0), 1e-30)  # beyond all others
-            ax.barh(y, values, color=[COLOURS[1] if r.agree == 1 else COLOURS[4]
-                                                                  for r in ranked])
+            beyond = ~np.isfinite(values)
+            values[beyond] = 1.2 * np.abs(values[~beyond]).max(initial=0) or 1.0
+            bars = ax.barh(y, values, color=[COLOURS[1] if r.agree == 1 else COLOURS[4] for r in ranked])
+            for i in np.flatnonzero(beyond):
+                bars[i].set(hatch="///", facecolor="none", edgecolor="0.6")
+                ax.text(0, i, " not finite", va="center", fontsize=7)
             ax.set_xlabel(label)
             ax.locator_params(axis="x", nbins=4)
             ax.ticklabel_format(axis="x", style="sci", scilimits=(-2, 2))
