@@ -199,7 +199,7 @@ def isolate(precision: str, layer: int | None, heads: str | None, own: tuple[str
     cuflash study isolate --budget 1200 --arm 'm fp32: --round attn.m=fp32'
     cuflash study isolate --steps 60 --n-layer 2 --n-embd 48 --block-size 64 --batch-size 8 -o tiny
     """
-    from cuflash.model import study_arms, study_failures, why_report
+    from cuflash.model import study_failures, why_report
     with user_errors():
         begun = _Begun(options, lambda c: len(_isolation(c, precision, options["scale"], layer)) + len(own))
         scale, arms = _scale(begun, layer, heads), _own(own, precision)
@@ -272,7 +272,8 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
         begun.write("cures", "Cures and what they cost", report, _tables(found) 
                     | {"timing": timed or [], "ranking": ranking}, [found])
         for r in ranking:
-            click.echo(f"{r.cure}: trains in {r.trains} of {r.settings}, {r.cost:.3f} of the time")
+            time = f", {r.cost:.3f} of the time" if math.isfinite(r.cost) else ""
+            click.echo(f"{r.cure}: trains in {r.trains} of {r.settings}{time}")
 
 
 @click.command()
@@ -284,8 +285,8 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
 @SAMPLES
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Sites that are tried alone.")
 @click.option("--horizon", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Steps of a fork; 0: twice as many as from its state to the failure, and two of the criterion's means "
-                   "more.")
+              help="Steps of a fork; 0: twice as many as from its state to the failure, and two of the criterion's "
+                   "means more.")
 @click.option("--kind", type=click.Choice(["failing", "saving", "both"]), default="both", show_default=True,
               help="The set that is looked for.")
 def bisect(precision: str, source: str | None, states: int, samples: int, top: int, horizon: int, kind: str,

@@ -124,13 +124,14 @@ class Bisection:
         self.decisions: list[Decision] = []
         if cache.is_file():
             stored = json.loads(cache.read_text("utf-8"))
-            if stored["head"] == self._head:
-                self.decisions = [Decision(**d) for d in stored["decisions"]]
+            if stored["head"] == self._head:  # what had too few seeds is asked again with more
+                self.decisions = [d for d in (Decision(**row) for row in stored["decisions"])
+                                  if d.verdict != UNDECIDED or d.runs >= len(study.seeds)]
 
     def arm(self, subset: Subset) -> Arm:
         state = "/".join(pathlib.PurePath(self.options["fork"]).parts[-2:])  # so that another one's runs lie elsewhere
-        return Arm(f"{subset.kind} {subset}, from {state}", merged(self.options, {"round": subset.rounds(self.precision)}),
-                   WHAT[subset.kind])
+        options = merged(self.options, {"round": subset.rounds(self.precision)})
+        return Arm(f"{subset.kind} {subset}, from {state}", options, WHAT[subset.kind])
 
     def decide(self, subsets: Sequence[Subset]) -> list[str]:
         """The verdict of each; those that are known take no run."""

@@ -128,8 +128,8 @@ def look(task: Task) -> tuple[TrainConfig, Outcome | None]:
     stored = Run(task.path).config
     version = stored["environment"]["numerics_version"]
     if version != NUMERICS_VERSION:
-        raise ValueError(f"{task.path} is a run of numerics version {version}, this is {NUMERICS_VERSION}; give another "
-                         "folder")
+        raise ValueError(f"{task.path} is a run of numerics version {version}, this is {NUMERICS_VERSION}; give "
+                         "another folder")
     theirs = resolve(stored["train"])
     changed = config.changed(theirs)
     if config.log_every != theirs.log_every:  # a resume may change it, but the criterion counts logged losses
@@ -285,8 +285,8 @@ class Results:
             return None
         self.open.discard(name)
         if isinstance(error, BrokenExecutor):
-            raise OSError("a process that worked for this study was killed, for want of memory perhaps; the same command "
-                          "goes on") from error
+            raise OSError("a process that worked for this study was killed, for want of memory perhaps; the same "
+                          "command goes on") from error
         if error is not None:
             raise error
         return name, value

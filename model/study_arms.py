@@ -25,8 +25,8 @@ def label(precision: str) -> str:
 
 def base(precision: str) -> Arm:
     if not short_sites(precision):
-        raise ValueError(f"precision {precision} has all of attention in fp32 or fp64, so there is nothing to study; give "
-                         "a low one, as bf16")
+        raise ValueError(f"precision {precision} has all of attention in fp32 or fp64, so there is nothing to study; "
+                         "give a low one, as bf16")
     return Arm(label(precision), {"precision": precision}, "low precision, nothing else changed", keep=True,
                paper=FAILS)
 

@@ -94,8 +94,8 @@ def isolate(study: Study, precision: str, scale: Scale, own: Sequence[Arm] = ())
             return Found([], [], [])
         heads = strongest_heads(Run(study.folder / first[0].folder), scale.layer)
         if not heads:
-            notes = [f"No row of chosen heads: {first[0].folder} has no spectral norms to choose them by; `--heads` names "
-                     "them."]
+            notes = [f"No row of chosen heads: {first[0].folder} has no spectral norms to choose them by; `--heads` "
+                     "names them."]
     rows = study_arms.isolation(precision, n_layer=config.n_layer, layer=scale.layer, heads=heads)
     found = decide(study, [*rows, *own])
     return dataclasses.replace(found, notes=notes)

@@ -162,7 +162,7 @@ def _looked(study: Study, run: Run, rows: Sequence[DeltaRow], key: object, sampl
     measured, shown, state = [], [], None
     for step in _steps(rows):
         if step not in dict(run.checkpoints()):
-            raise NoState(f"{run.path} has no checkpoint of step {step} any more, so figures 4 to 6 and 12 cannot be made.")
+            raise NoState(f"{run.path} has no checkpoint of step {step} any more: figures 4 to 6 and 12 cannot be made")
         state, = layer_states(run.path, step, range(samples), [layer])
         one, term = terms(state, head)
         measured.append(one)

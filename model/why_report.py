@@ -32,7 +32,8 @@ SURE = 4.0  # standard errors
 UNCLEAR = VERDICTS[3]
 STATISTICS = """Runs of one seed have weights and batches in common in all arms. An arm takes seeds until Wald's
 sequential test (failure rate 5 % or less against 50 % or more, either error 5 %) says *fails* or *trains*; what it
-does not settle is *undecided*. Intervals are Wilson's, of 95 %; the median step of failure is Kaplan and Meier's;
+does not settle is *undecided*. Seeds count in their order, up to the first that has not ended. Intervals are
+Wilson's, of 95 % for a number of runs fixed beforehand; the median step of failure is Kaplan and Meier's;
 pairs with fp32 attention: runs that failed in this arm alone / in the other alone, with McNemar's exact p, and the
 mean difference of the last loss where both trained, with its standard error and the sign test's p. As few runs as
 the sequential test takes cannot make the exact tests significant; `--least` gives more."""
@@ -41,8 +42,8 @@ two that it is measured by leave it open: *trains* proves nothing where low prec
 attention does not train, *fails* nothing where fp32 attention does not train, and that a part trains nothing against
 the paper where the whole does not fail. δ, its direction and its row are those of the layer where δ's low precision
 adds most to W_Q's growth, and of its head with the largest |Σ|: such claims are on one place, not on all. A layer
-stands out where its W_Q has {SPIKE:g} times the spectral norm of the median layer; terms have one direction where their mean
-|cosine| is {ALIKE:g} or more; a sign is sure at {SURE:g} standard errors; a count rises where Kendall's tau with the
+stands out where its W_Q has {SPIKE:g} times the spectral norm of the median layer; terms have one direction where their
+mean |cosine| is {ALIKE:g} or more; a sign is sure at {SURE:g} standard errors; a count rises where Kendall's tau with the
 step is {TREND} or more."""
 
 

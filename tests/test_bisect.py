@@ -81,8 +81,8 @@ class Study:
 
     criterion = Criterion()
 
-    def __init__(self, fails, over_after=10**9):
-        self.fails, self.asked, self.over_after = fails, [], over_after
+    def __init__(self, fails, over_after=10**9, seeds=(1, 2, 3, 4, 5)):
+        self.fails, self.asked, self.over_after, self.seeds = fails, [], over_after, seeds
 
     @property
     def over(self):
@@ -97,6 +97,9 @@ class Study:
                 continue
             self.asked.append(arm.name)
             failed = self.fails(LOW.round(*arm.options["round"]))
+            if not failed and len(self.seeds) < 5:
+                found.append(tally_of(arm, "undecided", 0, len(self.seeds)))
+                continue
             found.append(tally_of(arm, "fails" if failed else "trains", 2 * failed, 2 if failed else 5))
         return found
 
@@ -136,6 +139,14 @@ def test_verdicts_are_kept(tmp_path):
     search(tmp_path, other, fork="run@20").minimal(FAILING, SITES, 3)
     assert len(other.asked) == len(first.asked)  # of another state nothing is known
     assert json.loads((tmp_path / "decisions.json").read_text())["head"]["fork"] == "run@20"
+
+
+def test_more_seeds_ask_again_what_fewer_left_open(tmp_path):
+    few, more, again = Study(guilty, seeds=(1, 2)), Study(guilty), Study(guilty)
+    for study in (few, more, again):
+        found = search(tmp_path, study).minimal(SAVING, SITES, 3)
+        assert (found[0] is None) == (study is few)
+    assert few.asked == more.asked[:1] and again.asked == []
 
 
 def test_time_that_is_spent_keeps_what_was_decided(tmp_path):

@@ -26,7 +26,8 @@ def looks(line):
 def test_no_two_lines_look_alike(count):
     axes = survival({f"arm {i}": [(100, 0.5)] for i in range(count)}, 1000).axes[0]
     assert len({looks(line) for line in axes.lines}) == count
-    rows = [SimpleNamespace(layer=i, head=-1, step=s, sum=1.0, growth=1.0, sigma=1.0) for i in range(count) for s in (1, 2)]
+    rows = [SimpleNamespace(layer=i, head=-1, step=s, sum=1.0, growth=1.0, sigma=1.0)
+            for i in range(count) for s in (1, 2)]
     axes = delta_sums(rows).axes[2]
     assert len({looks(line) for line in axes.lines}) == count
 

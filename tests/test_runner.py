@@ -104,7 +104,7 @@ def test_more_steps_extend_a_run(tmp_path):
 
 
 def test_an_extension_that_was_cut_off_is_no_end(tmp_path):
-    """Its checkpoints were gone, so it has begun anew: the shorter study must not take what there is for a whole run."""
+    """Its checkpoints were gone, so it began anew: the shorter study must not take what there is for a whole run."""
     path, stop = tmp_path / "run", tmp_path / "stop"
     short = task(path, steps=12)
     found = work(short)

@@ -25,6 +25,17 @@ def test_screening_adds_up_what_each_site_does(saved_run):
     assert found["attn.o", WAYS[0]].growth != 0 and found["attn.dq", WAYS[0]].delta == 0  # δ does not see dQ's rounding
 
 
+def test_growth_is_that_of_the_largest_singular_value(saved_run):
+    """What a step of descent along either gradient makes of W_Q, by its singular values."""
+    row = next(r for r in screen(saved_run.path, 12, [0, 1], [1]) if (r.site, r.way) == (ALL, WAYS[0]))
+    state, = layer_states(saved_run.path, 12, [0, 1], [1])
+    low, high = (state.dw_q(state.capture.run(p)) for p in (state.precision, state.precision.round("attn=fp32")))
+    size = np.linalg.norm(high)
+    rate = 1e-7 * np.linalg.norm(state.w_q) / size
+    after = [np.linalg.svd(state.w_q.astype(float) - rate * dw, compute_uv=False)[0] for dw in (low, high)]
+    assert row.growth == pytest.approx((after[0] - after[1]) / (rate * size), rel=1e-3) and row.growth != 0
+
+
 def test_ranking_takes_the_worst_layer(saved_run):
     rows = screen(saved_run.path, 12, [0]) + screen(saved_run.path, 16, [0])
     ranked = ranking(rows)
