@@ -168,6 +168,7 @@ def _looked(study: Study, run: Run, rows: Sequence[DeltaRow], key: object, sampl
         measured.append(one)
         shown.append(term)
     assert state is not None
+    (study.folder / LOOKED).unlink(missing_ok=True)  # of the files that are now written anew
     write_terms(files[0], [shown[0], shown[-1]][:len(shown)])
     place = record(run.path, _steps(rows)[-1], state, head, *files[1:])
     likeness = [Likeness(a.step, a.token, b.step, b.token, term_cosine(a, b))

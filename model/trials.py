@@ -106,6 +106,8 @@ class Arm:
             name = f"{precision} {name}"
         name = re.sub(r"[^A-Za-z0-9.+=_-]+", "-", name).strip("-")
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
+        if not name.strip("."):  # nothing of it can stand in a path
+            return f"arm-{digest}"
         return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{digest}"
 
 
@@ -356,14 +358,16 @@ class Study:
         trials = {a.name: self._trials(a, seeds, done) for a in arms}
         other = {a.name: (against or {}).get(a.name, "") for a in arms}
         tallies = [tally(a, trials[a.name], other[a.name], trials.get(other[a.name], ())) for a in arms]
+        lines = []
         for t in tallies:
             if test and t.verdict == UNDECIDED:
                 used = len(trials[t.arm]) == len(seeds)
                 more = needed([x.failed for x in trials[t.arm]])
-                self.left.append(f"{t.arm}: undecided after {t.runs} run{'s' * (t.runs != 1)}, " + (
+                lines.append(f"{t.arm}: undecided after {t.runs} run{'s' * (t.runs != 1)}, " + (
                     "all of its seeds; --seeds gives it more" if used else f"{more} more at least"))
             elif not test and t.runs < len(seeds):
-                self.left.append(f"{t.arm}: {len(seeds) - t.runs} of {len(seeds)} runs")
+                lines.append(f"{t.arm}: {len(seeds) - t.runs} of {len(seeds)} runs")
+        self.left += [line for line in lines if line not in self.left]  # studies of one command share arms
         return tallies
 
     def check(self, arms: Iterable[Arm]) -> None:

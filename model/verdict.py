@@ -32,6 +32,8 @@ class Criterion:
             raise ValueError(f"criterion: margin is {self.margin}; valid: nats above 0")
         if self.rows < 1:
             raise ValueError(f"criterion: rows is {self.rows}; valid: 1 or more")
+        if math.isnan(self.learned):
+            raise ValueError("criterion: learned is nan; valid: nats")
 
     @classmethod
     def parse(cls, text: str, default: "Criterion | None" = None) -> "Criterion":

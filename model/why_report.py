@@ -94,7 +94,8 @@ def left(lines: Sequence[str]) -> str:
     """What is undecided."""
     if not lines:
         return ""
-    return "## Undecided\n\nThe same command goes on with it:\n\n" + "".join(f"- {line}\n" for line in lines)
+    return ("## Undecided\n\nThe same command goes on where time was over:\n\n"
+            + "".join(f"- {line}\n" for line in lines))
 
 
 def limits_table(rows: Sequence[Limits]) -> str:
@@ -336,14 +337,15 @@ def why_report(study: Study, w: Why) -> Report:
         claims += audit_claims(a)
         layers, p = Run(a.run).layers, a.place
         figures |= {
-            "figure_3_11": plot.spectral(layers.steps, layers), "figure_5": plot_why.delta_sums(a.delta),
+            **({"figure_3_11": plot.spectral(layers.steps, layers)} if len(layers) else {}), "figure_5": plot_why.delta_sums(a.delta),
             "figure_4": plot_why.terms(a.shown), "figure_5_12": _error_maps(study.folder, p.layer, p.head, p.sample),
             "figure_6": plot.row(read(study.folder / "row.h5"), query=p.query, feature=p.feature, layer=p.layer,
                                  sample=p.sample, head=p.head)}
         body += [
             f"## A run that fails: {a.run.relative_to(study.folder)}, from step {a.onset}",
             f"States of steps {', '.join(map(str, a.states))}.",
-            figure("figure_3_11", "Spectral norm of each weight over the steps, of W_Q by head (figures 3 and 11)."),
+            figure("figure_3_11", "Spectral norm of each weight over the steps, of W_Q by head (figures 3 and 11).")
+            if "figure_3_11" in figures else "The run has measured no spectral norms (`spectral_every`), figures 3 and 11.",
             figure("figure_5", "δ's error summed over the tokens of a state, and over the states (figure 5a)."),
             figure("figure_5_12", "δ's error by token, O's and dO by feature (figures 5 and 12)."),
             figure("figure_4", "PK, X and their rank-1 term at the token with the largest error (figure 4)."),

@@ -60,6 +60,7 @@ def test_least_takes_more_and_used_up_seeds_are_told(tmp_path, monkeypatch):
     assert (hot.verdict, hot.runs) == ("fails", 4)
     (cold,), _, s = decided(tmp_path, monkeypatch, lambda arm, seed: False, [COLD], seeds=(1, 2))
     assert cold.verdict == "undecided"
+    s.decide([COLD])
     assert s.left == ["cold: undecided after 2 runs, all of its seeds; --seeds gives it more"]
 
 
@@ -204,6 +205,8 @@ def test_folders_of_arms():
     one, two = (Arm("low in layer 1 only", {"precision": p}).folder for p in ("bf16", "low.toml"))
     assert (one, two) == ("low-in-layer-1-only", "low-low-in-layer-1-only")
     assert Arm("low, lr 0.1", {"precision": "low.toml"}).folder == "low-lr-0.1"
+    odd = [Arm(name, {}).folder for name in ("α", "β", "..", ".")]
+    assert len(set(odd)) == 4 and all(name.startswith("arm-") for name in odd)
     one, two = Arm("a" * 99 + "1", {}).folder, Arm("a" * 99 + "2", {}).folder
     assert one != two and len(one) < 80
 

@@ -65,6 +65,8 @@ def test_criterion_as_text():
         Criterion.parse("margin=0")
     with pytest.raises(ValueError, match="rows is 0"):
         Criterion.parse("rows=0")
+    with pytest.raises(ValueError, match="learned is nan"):
+        Criterion.parse("learned=nan")
 
 
 # ---- the sequential test ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from cuflash.audit_map import read_maps
 from cuflash.dump import read
 from cuflash.model.states import layer_states
-from cuflash.model.why_measures import delta_rows, hottest, record, term_cosine, terms
+from cuflash.model.why_measures import delta_rows, hottest, read_terms, record, term_cosine, terms, write_terms
 from cuflash.plot import row
 
 
@@ -43,6 +43,16 @@ def test_terms_against_their_matrices(saved_run):
     share = share[share > 1e-15]
     assert found.rank == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-6)  # of eigenvalues near 0
     assert term_cosine(term, term) == pytest.approx(1) and term.outer.shape == (8, 16)
+
+
+def test_terms_are_read_as_they_were_written(saved_run, tmp_path):
+    found = [terms(layer_states(saved_run.path, step, [0, 1], [1])[0], 1)[1] for step in (12, 16)]
+    write_terms(tmp_path / "terms.h5", found)
+    for one, two in zip(found, read_terms(tmp_path / "terms.h5"), strict=True):
+        np.testing.assert_equal(vars(two), vars(one))
+    (tmp_path / "terms.h5").write_bytes((tmp_path / "terms.h5").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="terms.h5: damaged, cut short or not HDF5"):
+        read_terms(tmp_path / "terms.h5")
 
 
 def test_the_most_wrong_row_is_recorded(saved_run, tmp_path):
