@@ -280,6 +280,8 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
 @_trials
 @click.option("--run", "source", type=click.Path(exists=True, file_okay=False),
               help="A run that failed.  [default: the first one of --precision that does]")
+@click.option("--onset", type=click.IntRange(min=1), metavar="STEP",
+              help="Where the failure of --run shows.  [default: where the criterion has it]")
 @click.option("--states", type=click.IntRange(min=1), default=3, show_default=True,
               help="Checkpoints before the failure that are screened; forks begin at the first of them.")
 @SAMPLES
@@ -289,8 +291,8 @@ def cures(precision: str, precisions: str | None, lrs: str | None, own: tuple[st
                    "means more.")
 @click.option("--kind", type=click.Choice(["failing", "saving", "both"]), default="both", show_default=True,
               help="The set that is looked for.")
-def bisect(precision: str, source: str | None, states: int, samples: int, top: int, horizon: int, kind: str,
-           **options: Any) -> None:
+def bisect(precision: str, source: str | None, onset: int | None, states: int, samples: int, top: int, horizon: int,
+           kind: str, **options: Any) -> None:
     """The smallest set of roundings that makes training fail, and the smallest whose fp32 saves it.
 
     Every site alone is tried on states saved before the failure, without training; forks of one state, each on
@@ -305,12 +307,14 @@ def bisect(precision: str, source: str | None, states: int, samples: int, top: i
     from cuflash.model.bisect import FAILING, SAVING
     from cuflash.model.run import Run
     with user_errors():
+        if onset is not None and source is None:
+            raise ValueError(f"--onset {onset} is of a run: name it with --run")
         begun = _Begun(options, lambda c: 30, announced=False)  # its forks are another run's
         out = begun.folder / "bisect"
         if source is not None:
             begun.study.common = {"device": begun.device}
         with begun.study as study:
-            run, onset = _failed(study, precision, source)
+            run, onset = _failed(study, precision, source, onset)
             if run is None:
                 for line in study.left:
                     click.echo(f"left: {line}")
@@ -329,7 +333,8 @@ def bisect(precision: str, source: str | None, states: int, samples: int, top: i
         click.echo(f"{found.runs} runs of forks")
 
 
-def _failed(study: "Study", precision: str, source: str | None) -> tuple[pathlib.Path | None, int]:
+def _failed(study: "Study", precision: str, source: str | None,
+            given: int | None = None) -> tuple[pathlib.Path | None, int]:
     """The run to bisect, and where its failure shows."""
     from cuflash.model.config import resolve
     from cuflash.model.run import Run
@@ -337,9 +342,10 @@ def _failed(study: "Study", precision: str, source: str | None) -> tuple[pathlib
     from cuflash.model.study_failures import failing_run
     if source is not None:
         found = outcome(source, study.criterion, resolve(Run(source).config["train"]).steps)
-        if found.onset < 0:
-            raise ValueError(f"--run {source} has not failed: {study.criterion.text}")
-        return pathlib.Path(source), found.onset
+        if found.onset < 0 and given is None:
+            raise ValueError(f"--run {source} has not failed: {study.criterion.text}; where its loss became NaN after "
+                             f"step {found.step}, --onset {found.step + 1} says so")
+        return pathlib.Path(source), given or found.onset
     trial = failing_run(study, precision)
     if trial is None:
         if not study.over:

@@ -98,7 +98,14 @@ def test_bisect(low):
     source = folder / "runs" / "low" / "seed-1"
     again = run(*words, "--run", str(source))
     assert "minimal failing set: attn.o_acc" in again
-    assert "has not failed" in mistake(*words, "--run", str(folder / "runs" / "low-attn-fp32" / "seed-1"))
+    assert "--onset 3 is of a run" in mistake(*words, "--onset", "3")
+    earlier = run(*words, "--run", str(source), "--onset", "4", "--states", "1", "--top", "1")
+    assert "minimal failing set: attn.o_acc" in earlier
+    report = (folder / "bisect" / "report.md").read_text()
+    assert "fails from step 4; states of steps 2." in report
+    plain = [w for w in FLAGS if w not in ("--jobs", "0", "--option", "log_every=2")]
+    run("train", *plain, "--steps", "2", "--out", str(folder / "sound"))
+    assert "has not failed: a training fails when" in mistake(*words, "--run", str(folder / "sound"))
 
 
 def test_sweep(tmp_path, no_figures):
