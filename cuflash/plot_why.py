@@ -20,7 +20,12 @@ COLUMNS = (4, 5, 3)
 
 
 def curves(arms: Mapping[str, Sequence[Run]], failures: Mapping[str, Sequence[bool]]) -> "Figure":
-    """Loss of every run over the steps, a panel for each arm; a run that failed is dashed (figures 2 and 7)."""
+    """Loss of every run over the steps, a panel for each arm; a run that failed is dashed (figures 2 and 7).
+
+    Losses are cut off above the largest that a run has reached in the first tenth of the steps: one that explodes
+    would flatten all others.
+    """
+    every = [run["loss"] for runs in arms.values() for run in runs if np.isfinite(run["loss"]).any()]
     # Of a few numbers of columns that which leaves the fewest places empty.
     columns = min(len(arms), min(COLUMNS, key=lambda n: -len(arms) % n))
     lines = -(-len(arms) // columns)
@@ -39,6 +44,12 @@ def curves(arms: Mapping[str, Sequence[Run]], failures: Mapping[str, Sequence[bo
             if k >= len(arms) - columns:  # nothing stands below
                 ax.set_xlabel("step")
                 ax.tick_params(labelbottom=True)
+        if every:
+            tenth = max(map(len, every)) // 10
+            bottom, top = (f(values) for f, values in ((min, map(np.nanmin, every)),
+                                                       (max, (np.nanmin(loss[:tenth + 1]) for loss in every))))
+            if top > bottom:
+                axes[0].set_ylim(bottom - 0.05 * (top - bottom), top + 0.05 * (top - bottom))
         return fig
 
 

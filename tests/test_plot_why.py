@@ -48,3 +48,19 @@ def test_a_site_that_is_not_finite_is_said_to_be(growth):
         widths = [bar.get_width() for bar in ax.patches]
         assert [t.get_text() for t in ax.texts] == [" not finite"] and ax.patches[0].get_hatch()
         assert widths[0] == max(map(abs, widths)) and (len(growth) > 1 or widths == [1.0])
+
+
+def test_a_loss_that_explodes_does_not_flatten_the_others():
+    steps = np.arange(40)
+    calm = {"step": steps, "loss": 5.0 - 0.1 * steps}
+    wild = {"step": steps, "loss": np.where(steps < 30, calm["loss"], 1e6)}
+    fig = curves({"calm": [calm], "wild": [wild, {"step": steps[:2], "loss": np.array([5.0, np.nan])}]},
+                 {"calm": [False], "wild": [True, True]})
+    low, high = fig.axes[0].get_ylim()
+    assert low < 1.1 and 5 <= high < 5.3  # the short run has fallen to 5 alone
+
+
+@pytest.mark.parametrize("losses", [[], [[1.0]], [[np.nan]], [[np.inf, np.nan]], [[2.0] * 20]])
+def test_panels_of_arms_with_nothing_to_show(losses):
+    runs = [{"step": np.arange(len(x)), "loss": np.array(x)} for x in losses]
+    assert len(curves({"a": runs, "b": []}, {"a": [True] * len(runs), "b": []}).axes) == 2
