@@ -10,13 +10,13 @@ from typing import Any
 import click
 import numpy as np
 from click.core import ParameterSource
-from tqdm import tqdm
 
 from cuflash.audit import Audit, Capture, Cure, DeltaError, audit as run_audit
 from cuflash.audit_map import ErrorMap, error_map, write_maps
 from cuflash.cli.main import UserError, user_errors
 from cuflash.cli.numbers import numbers
 from cuflash.cli.outputs import OUT_HDF5, OUT_TEXT, STDOUT, written
+from cuflash.cli.progress import Progress
 from cuflash.errors import ranges
 from cuflash.fixes import Fix, as_fix
 from cuflash.monte_carlo import RESTS, TIES, table
@@ -249,10 +249,11 @@ def _write_json(path: str, data: Any) -> None:
 
 
 class _Bar:
-    """A bar on stderr for each phase that takes more than two seconds."""
+    """Progress of each phase."""
 
     def __init__(self) -> None:
-        self.phase, self.bar = "", None
+        self.phase = ""
+        self.bar: Progress | None = None
 
     def __enter__(self) -> "_Bar":
         return self
@@ -260,9 +261,8 @@ class _Bar:
     def __call__(self, phase: str, done: int, total: int) -> None:
         if phase != self.phase:
             self.__exit__()
-            self.phase, self.bar = phase, tqdm(total=total, desc=phase, unit="row", unit_scale=True, delay=2,
-                                              leave=False, disable=None)
-        self.bar.update(done - self.bar.n)
+            self.phase, self.bar = phase, Progress(total, "row", phase)
+        self.bar.to(done)
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:

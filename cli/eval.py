@@ -1,12 +1,10 @@
 """`cuflash eval`."""
-import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator
 
 import click
 
 from cuflash.cli.main import user_errors
+from cuflash.cli.progress import Progress
 
 
 @click.command()
@@ -73,8 +71,8 @@ def eval(run: str, step: int | None, data: str | None, split: str, blocks: int |
     click.echo(columns + (f"  {'to the first':>22}" if len(precisions) > 1 else ""))
     done = []
     for p, given in zip(precisions, params):
-        with _progress(len(text)) as advance:
-            found = evaluate(header, given, p, fixed, text, batch_size or 8, advance)
+        with Progress(len(text), "block") as progress:
+            found = evaluate(header, given, p, fixed, text, batch_size or 8, progress.advance)
         line = f"{p.name:{width}}  {_plus_minus(found.loss, found.se()):>18}"
         line += f"  {found.loss / math.log(2) / (bytes_per_token or 1):10.4f}"
         if done:
@@ -85,14 +83,3 @@ def eval(run: str, step: int | None, data: str | None, split: str, blocks: int |
 
 def _plus_minus(value: float, se: float, form: str = ".4f") -> str:
     return f"{value:{form}}" + ("" if math.isnan(se) else f" ± {se:{form.lstrip('+')}}")
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """A bar of blocks in a terminal, nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield lambda n: None
-        return
-    from tqdm import tqdm
-    with tqdm(total=total, unit="block", dynamic_ncols=True, leave=False) as bar:
-        yield bar.update

@@ -24,19 +24,20 @@ def info(check: bool, seed: int | None) -> None:
 
 
 def _check(seed: int) -> None:
-    from tqdm import tqdm
-
     from cuflash.cli.main import UserError
+    from cuflash.cli.progress import Progress
     from cuflash.kernels import gpu_reason
     from cuflash.testing import OUTPUTS, check_device, device_cases
     reason = gpu_reason()
     if reason:
         raise UserError(f"info --check needs a GPU: {reason}")
     wrong, cases = [], len(device_cases("hopper"))
-    for case, names in tqdm(check_device(seed), total=cases, unit="case", leave=False):
-        if names:
-            wrong.append(f"{case.precision.describe()}, fix {case.fix}, {case.distribution} inputs, "
-                         f"{case.heads}×{case.tq}×{case.tk}×{case.d}: {', '.join(names)}")
+    with Progress(cases, "case") as progress:
+        for case, names in check_device(seed):
+            progress.advance()
+            if names:
+                wrong.append(f"{case.precision.describe()}, fix {case.fix}, {case.distribution} inputs, "
+                             f"{case.heads}×{case.tq}×{case.tk}×{case.d}: {', '.join(names)}")
     if wrong:
         raise click.ClickException(f"kernel and reference differ in {len(wrong)} of {cases} cases (seed {seed}):\n"
                                    + "\n".join(wrong))

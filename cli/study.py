@@ -1,17 +1,16 @@
 """`cuflash study`: the papers' studies, each a folder with tables, figures and a report."""
-import contextlib
 import importlib.util
 import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cuflash.cli.main import Group, user_errors
 from cuflash.cli.outputs import OUT_FOLDER
+from cuflash.cli.progress import Progress
 from cuflash.errors import install
 
 if TYPE_CHECKING:
@@ -159,22 +158,14 @@ def _measure(o: "Options", activations: "Activations | None", device: str) -> "t
             raise ValueError(f"--device gpu: {reason}")
         to_device = import_cupy().asarray
     chosen, begun = settings(o, activations), time.perf_counter()
-    with _bar(len(chosen)) as advance:
+    with Progress(len(chosen), "setting") as progress:
         rows = run(chosen,
                    o,
                    activations,
                    to_device=to_device,
                    jobs=1 if to_device else None,
-                   progress=advance)
+                   progress=progress.to)
     return rows, time.perf_counter() - begun
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    from tqdm import tqdm
-    with tqdm(total=total, unit="setting", dynamic_ncols=True, leave=False,
-              disable=not sys.stderr.isatty()) as bar:
-        yield lambda done: bar.update(done - bar.n)
 
 
 def _sources(o: "Options", activations: "Activations | None") -> dict[str, str]:
